@@ -1,0 +1,62 @@
+"""What a model remembers between steps. The two functions that end in ``_`` are the only writers.
+
+PyTorch cannot donate an input, so a new cache per step would be copied whole; hence in place, and returned.
+Letters: B sequences, T tokens, J kv heads, M cache slots, C head channels, W convolution taps, N mixed channels,
+H value heads, K key channels, V value channels of one head.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class KVCache(NamedTuple):
+    """Keys and values of one attention layer; slot m holds the token at position m."""
+
+    k_BJMC: Tensor
+    v_BJMC: Tensor
+
+
+class DeltaCache(NamedTuple):
+    """Convolution window and recurrent state of one Gated DeltaNet layer."""
+
+    window_BWN: Tensor  # the last W - 1 inputs of the convolution, oldest first, model dtype
+    state_BHKV: Tensor  # float32, whatever the model's dtype
+
+
+Cache = KVCache | DeltaCache
+
+
+def append_kv_(cache: KVCache, k_BTJC: Tensor, v_BTJC: Tensor, positions_BT: Tensor, /) -> KVCache:
+    """Write keys and values at their positions, in place.
+
+    Args:
+        cache: written; slots at other positions keep their content.
+        k_BTJC: new keys, already normalised and rotated.
+        v_BTJC: new values.
+        positions_BT: int64, 0 <= position < M, all different within a row.
+
+    Returns:
+        The same cache.
+    """
+    rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
+    cache.k_BJMC.transpose(1, 2).index_put_((rows_B1, positions_BT), k_BTJC)
+    cache.v_BJMC.transpose(1, 2).index_put_((rows_B1, positions_BT), v_BTJC)
+    return cache
+
+
+def write_delta_(cache: DeltaCache, window_BWN: Tensor, state_BHKV: Tensor, /) -> DeltaCache:
+    """Replace the convolution window and the recurrent state, in place.
+
+    Returns:
+        The same cache.
+    """
+    cache.window_BWN.copy_(window_BWN)
+    cache.state_BHKV.copy_(state_BHKV)
+    return cache
+
+
+def select_row(cache: Cache, row: int, /) -> Cache:
+    """View one sequence of a cache as a cache of batch 1; writing to the view writes the row."""
+    return type(cache)(*(part[row : row + 1] for part in cache))

@@ -1,0 +1,152 @@
+"""Expert compute: routing and rows in, weighted sum of expert outputs out.
+
+Four implementations of one function; they differ in speed and rounding alone.
+Letters: T tokens, E stacked experts (shared slots last), K experts per token, N = T * K routed rows, D hidden,
+F expert width, P = 2F (gate rows, then up rows).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .mlp import swiglu
+from .routing import Routing
+
+GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Permutation(NamedTuple):
+    """Rows sorted by expert."""
+
+    order_N: Tensor  # int64, the routed row at each place
+    offsets_E: Tensor  # int32, inclusive end of each expert's rows
+
+
+def permute_rows(experts_TK: Tensor, num_experts: int, /) -> Permutation:
+    """Sort the N routed rows by expert; rows of one expert keep their order.
+
+    Returns:
+        Permutation; row n of the N belongs to token ``order_N // K``.
+    """
+    flat_N = experts_TK.flatten()
+    order_N = flat_N.argsort(stable=True)
+    bounds_E = torch.arange(num_experts, dtype=flat_N.dtype, device=flat_N.device)
+    return Permutation(order_N, torch.searchsorted(flat_N[order_N], bounds_E, right=True, out_int32=True))
+
+
+def unpermute_rows(rows_ND: Tensor, order_N: Tensor, weights_TK: Tensor, /) -> Tensor:
+    """Put sorted rows back in their places and sum the K rows of each token, weighted, in float32.
+
+    Returns:
+        float32 [T, D].
+    """
+    inverse_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+    rows_TKD = rows_ND[inverse_N].view(*weights_TK.shape, -1)
+    return torch.bmm(weights_TK[:, None], rows_TKD.float()).squeeze(1)
+
+
+def grouped_mm(rows_NK: Tensor, weights_EKM: Tensor, offsets_E: Tensor, /) -> Tensor:
+    """Multiply each expert's rows with its matrix: rows up to ``offsets_E[e]`` (and past e-1's end) use matrix e.
+
+    Falls to one product per expert where torch's grouped product does not run: its strides must be multiples of 16
+    bytes and its dtype one of float32, bfloat16, float16.
+
+    Returns:
+        [N, M].
+    """
+    strides = (rows_NK.stride(0), *weights_EKM.stride())
+    sizes = [stride * rows_NK.element_size() for stride in strides if stride != 1]
+    if rows_NK.dtype != torch.float64 and all(size % 16 == 0 for size in sizes) and 1 in weights_EKM.stride():
+        return F.grouped_mm(rows_NK, weights_EKM, offs=offsets_E)
+    ends = [0, *offsets_E.tolist()]
+    products = [rows_NK[a:b] @ w_KM for a, b, w_KM in zip(ends, ends[1:], weights_EKM, strict=False) if b > a]
+    return torch.cat(products) if products else rows_NK.new_empty(0, weights_EKM.shape[-1])
+
+
+def compute_experts_grouped(
+    x_TD: Tensor,
+    routing: Routing,
+    w_gate_up_EPD: Tensor,
+    w_down_EDF: Tensor,
+    /,
+    *,
+    multiply: GroupedMM = grouped_mm,
+) -> Tensor:
+    """Sort rows by expert, then one grouped product per projection; the reference for many tokens.
+
+    ``y_t = sum_k weights_tk * w_down_e swiglu(w_gate_up_e x_t)`` with e = experts_tk, summed in float32.
+
+    Args:
+        x_TD: rows, T >= 0.
+        routing: ids in 0..E-1; every column counts, shared ones too.
+        w_gate_up_EPD: gate and up rows of all experts.
+        w_down_EDF: down rows of all experts.
+        multiply: implementation of ``grouped_mm``.
+
+    Returns:
+        A tensor like x.
+
+    Source: arXiv:2211.15841 (grouped products without padding or dropping).
+    """
+    if x_TD.shape[0] == 0:
+        return torch.empty_like(x_TD)
+    weights_TK, experts_TK = routing
+    order_N, offsets_E = permute_rows(experts_TK, w_gate_up_EPD.shape[0])
+    rows_ND = x_TD[order_N // experts_TK.shape[1]]
+    hidden_NF = swiglu(multiply(rows_ND, w_gate_up_EPD.transpose(1, 2), offsets_E))
+    rows_ND = multiply(hidden_NF, w_down_EDF.transpose(1, 2), offsets_E)
+    return unpermute_rows(rows_ND, order_N, weights_TK).to(x_TD.dtype)
+
+
+def compute_experts_loop(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:
+    """Visit the experts of one token after the other: matrix times vector, nothing gathered or sorted.
+
+    Reads the ids on the host, so it runs on a CPU, uncompiled or behind an op. Fastest for a token or two.
+
+    Returns:
+        A tensor like x; the formula of ``compute_experts_grouped``.
+    """
+    y_TD = torch.empty_like(x_TD)
+    for row, (weights_K, experts) in enumerate(zip(routing.weights_TK, routing.experts_TK.tolist(), strict=True)):
+        x_D = x_TD[row]
+        hidden_KF = swiglu(torch.stack([torch.mv(w_gate_up_EPD[e], x_D) for e in experts]))
+        total_D = torch.zeros_like(x_D, dtype=torch.float32)
+        for weight, e, hidden_F in zip(weights_K.tolist(), experts, hidden_KF, strict=True):
+            total_D = total_D.add_(torch.mv(w_down_EDF[e], hidden_F), alpha=weight)
+        y_TD[row] = total_D
+    return y_TD
+
+
+def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:
+    """Run every token through every expert and weigh those not chosen by zero.
+
+    E / K times the arithmetic of the grouped form, but no sorting; the weights are read once. Pays where few tokens
+    hit nearly all experts.
+
+    Returns:
+        A tensor like x; the formula of ``compute_experts_grouped``.
+    """
+    weights_TK, experts_TK = routing
+    dense_TE = torch.zeros(x_TD.shape[0], w_down_EDF.shape[0], dtype=torch.float32, device=x_TD.device)
+    dense_TE = dense_TE.scatter_add(1, experts_TK.long(), weights_TK)
+    hidden_ETF = swiglu(torch.matmul(x_TD, w_gate_up_EPD.transpose(1, 2)))
+    rows_ETD = torch.bmm(hidden_ETF, w_down_EDF.transpose(1, 2))
+    chosen_ETD = torch.where((dense_TE != 0).T[..., None], rows_ETD.float() * dense_TE.T[..., None], 0.0)
+    return chosen_ETD.sum(0).to(x_TD.dtype)
+
+
+def compute_experts_per_slot(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:
+    """Gather the matrices of every routed row and multiply in a batch; no sorting, but weights are copied.
+
+    Returns:
+        A tensor like x; the formula of ``compute_experts_grouped``.
+    """
+    weights_TK, experts_TK = routing
+    ids_N = experts_TK.flatten().long()
+    rows_ND1 = x_TD.repeat_interleave(experts_TK.shape[1], 0)[..., None]
+    hidden_NF = swiglu(torch.bmm(w_gate_up_EPD[ids_N], rows_ND1).squeeze(-1))
+    rows_TKD = torch.bmm(w_down_EDF[ids_N], hidden_NF[..., None]).view(*weights_TK.shape, x_TD.shape[1])
+    return torch.bmm(weights_TK[:, None], rows_TKD.float()).squeeze(1).to(x_TD.dtype)

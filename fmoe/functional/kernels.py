@@ -1,0 +1,25 @@
+"""The choice of implementations, as a value; every default is the reference."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .attention import attend
+from .deltanet import delta_mix
+from .experts import compute_experts_grouped
+from .norm import add_rms_norm
+from .routing import Routing, route_fused
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Functions that a model's forward pass calls; each has the signature of its default."""
+
+    route: Callable[..., Routing] = route_fused
+    compute_experts: Callable[..., Tensor] = compute_experts_grouped
+    attend_prefill: Callable[..., Tensor] = attend
+    attend_decode: Callable[..., Tensor] = attend
+    delta_prefill: Callable[..., Tensor] = delta_mix
+    delta_decode: Callable[..., Tensor] = delta_mix
+    add_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm

@@ -1,0 +1,31 @@
+"""The gated feed-forward block. Letters: D hidden, F width, P = 2F (gate rows, then up rows)."""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class MLPParams(NamedTuple):
+    """One SwiGLU block."""
+
+    w_gate_up_PD: Tensor
+    w_down_DF: Tensor
+
+
+def swiglu(gate_up_P: Tensor, /) -> Tensor:
+    """Split the last dimension into gate and up halves and return ``silu(gate) * up``, [..., F].
+
+    Source: arXiv:2002.05202, section 2.
+    """
+    gate_F, up_F = gate_up_P.chunk(2, -1)
+    return F.silu(gate_F) * up_F
+
+
+def mlp_layer(x_TD: Tensor, params: MLPParams, /) -> Tensor:
+    """Compute ``w_down swiglu(w_gate_up x)``.
+
+    Returns:
+        A tensor like x, [..., D].
+    """
+    return F.linear(swiglu(F.linear(x_TD, params.w_gate_up_PD)), params.w_down_DF)

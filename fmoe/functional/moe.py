@@ -1,0 +1,115 @@
+"""The mixture-of-experts layer: router, routing, experts, and the shared expert fused or apart.
+
+Letters: T tokens, D hidden, E routed experts, S shared slots, F expert width, P = 2F.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kernels import Kernels
+from .mlp import MLPParams, mlp_layer
+from .routing import RouterConfig, router_logits
+
+SharedExperts = Literal["auto", "fused", "separate"]
+
+
+class SharedParams(NamedTuple):
+    """A shared expert kept apart from the routed ones."""
+
+    mlp: MLPParams
+    w_gate_1D: Tensor | None
+
+
+class MoEParams(NamedTuple):
+    """One layer. What is fused shows in the shapes: S = rows of the stacks - E, gate rows = rows of w_router - E."""
+
+    w_router_ED: Tensor  # [E + gate rows, D]
+    w_gate_up_EPD: Tensor  # [E + S, P, D], routed experts first
+    w_down_EDF: Tensor  # [E + S, D, F]
+    bias_E: Tensor | None  # float32, steers the choice only
+    shared: SharedParams | None  # None where fused or absent
+
+
+class SharedPlan(NamedTuple):
+    """How the shared experts of a layer are run: S slots (0 = apart or absent) and why."""
+
+    slots: int
+    width: int  # of all shared experts together; 0 = the layer has none
+    reason: str
+
+
+def plan_shared_experts(
+    count: int | None, shared_size: int | None, expert_size: int, /, *, requested: SharedExperts
+) -> SharedPlan:
+    """Decide whether shared experts become slots of the expert stacks; loading and execution both follow it.
+
+    A shared expert whose width is a multiple of the routed width F is the sum of that many experts of width F, so it
+    fits into as many slots. Any other width stays apart.
+
+    Args:
+        count: number of shared experts; None is one if ``shared_size`` is set.
+        shared_size: width of each; None is F if ``count`` is set.
+        expert_size: F.
+        requested: ``auto`` fuses where possible, ``fused`` raises where not, ``separate`` never fuses.
+
+    Returns:
+        SharedPlan.
+
+    Raises:
+        ValueError: an unknown request, or ``fused`` where the widths do not allow it.
+    """
+    if requested not in ("auto", "fused", "separate"):
+        raise ValueError(f"shared_experts={requested!r} must be 'auto', 'fused' or 'separate'")
+    count = (1 if shared_size else 0) if count is None else count
+    size = expert_size if shared_size is None else shared_size
+    if count * size == 0:
+        return SharedPlan(0, 0, "no shared expert")
+    if requested == "separate":
+        return SharedPlan(0, count * size, "separate as requested")
+    if size % expert_size:
+        reason = f"shared width {size} is not a multiple of the expert width {expert_size}"
+        if requested == "fused":
+            raise ValueError(f"shared_experts='fused' is not possible: {reason}; use 'auto' or 'separate'")
+        return SharedPlan(0, count * size, f"separate: {reason}")
+    slots = count * size // expert_size
+    return SharedPlan(slots, count * size, f"fused into {slots} slot{'s' if slots > 1 else ''}")
+
+
+def moe_layer(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, kernels: Kernels) -> Tensor:
+    """Route each token and sum its experts' outputs; fused shared experts are columns of the same routing.
+
+    ``y = sum_k weights_tk expert_{experts_tk}(x_t)``, plus the shared expert's output where it is kept apart.
+
+    Args:
+        x_TD: rows, T >= 0.
+        params: weights; their shapes say what is fused.
+        config: the routing rule.
+        kernels: implementations of route and compute_experts.
+
+    Returns:
+        A tensor like x.
+    """
+    slots = params.w_down_EDF.shape[0] - config.num_experts
+    logits_TE = router_logits(x_TD, params.w_router_ED, float32=config.float32_logits)
+    routing = kernels.route(logits_TE, params.bias_E, config, slots=slots)
+    y_TD = kernels.compute_experts(x_TD, routing, params.w_gate_up_EPD, params.w_down_EDF)
+    return y_TD if params.shared is None else add_shared_expert(y_TD, x_TD, params.shared)
+
+
+def add_shared_expert(y_TD: Tensor, x_TD: Tensor, params: SharedParams, /) -> Tensor:
+    """Add the separate shared expert's output, times the sigmoid of its gate where it has one.
+
+    Args:
+        y_TD: output of the routed experts.
+        x_TD: input of the layer.
+        params: weights of the shared expert.
+
+    Returns:
+        A tensor like y.
+    """
+    shared_TD = mlp_layer(x_TD, params.mlp)
+    if params.w_gate_1D is not None:
+        shared_TD = F.linear(x_TD, params.w_gate_1D).sigmoid() * shared_TD
+    return y_TD + shared_TD

@@ -1,0 +1,185 @@
+"""The frame that all families share: embedding, a stack of layers, final norm, head; and the state between steps.
+
+Letters: B sequences, T tokens, D hidden, V vocabulary, M cache slots, R rotary frequencies.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fmoe.functional.attention import Placement, place_tokens
+from fmoe.functional.cache import Cache, select_row
+from fmoe.functional.kernels import Kernels
+from fmoe.functional.mlp import MLPParams, mlp_layer
+from fmoe.functional.moe import MoEParams, moe_layer
+from fmoe.functional.norm import rms_norm
+from fmoe.functional.rotary import RopeConfig, rotary_frequencies
+from fmoe.functional.routing import RouterConfig
+
+from .settings import Raw, read_bool, read_float, read_int
+from .weights import Fill, matrix
+
+Layer = Callable[..., Tensor]
+Layers = Mapping[str, Layer]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """What every family has; a family's own Config holds one as ``decoder``."""
+
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    layer_kinds: tuple[str, ...]
+    eps: float
+    rope: RopeConfig
+    tied: bool
+    window: int | None = None
+
+
+class LayerParams(NamedTuple):
+    """One pre-norm layer."""
+
+    input_norm_D: Tensor
+    mixer: Any  # the family's NamedTuple for this kind of layer
+    post_norm_D: Tensor
+    mlp: MLPParams | MoEParams
+
+
+class Params(NamedTuple):
+    """A whole model."""
+
+    embed_VD: Tensor
+    layers: tuple[LayerParams, ...]
+    norm_D: Tensor
+    head_VD: Tensor  # the embedding itself where tied
+
+
+class State(NamedTuple):
+    """Everything a sequence carries from step to step."""
+
+    caches: tuple[Cache, ...]  # one per layer
+    lengths_B: Tensor  # int64, tokens seen
+    inv_freq_R: Tensor  # float32
+
+
+def decoder_config(
+    raw: Raw, layer_kinds: tuple[str, ...], rope: RopeConfig, /, *, tied: bool = False, window: int | None = None
+) -> DecoderConfig:
+    """Read the keys that all families share."""
+    return DecoderConfig(
+        hidden_size=read_int(raw, "hidden_size"),
+        vocab_size=read_int(raw, "vocab_size"),
+        max_context=read_int(raw, "max_position_embeddings"),
+        layer_kinds=layer_kinds,
+        eps=read_float(raw, "rms_norm_eps", 1e-6),
+        rope=rope,
+        tied=read_bool(raw, "tie_word_embeddings", tied),
+        window=window,
+    )
+
+
+def frame_params(
+    fill: Fill, config: DecoderConfig, layers: tuple[LayerParams, ...], norm_D: Tensor, /, *, prefix: str = "model"
+) -> Params:
+    """Add embedding and head to the layers; a tied head is the embedding."""
+    shape = (config.vocab_size, config.hidden_size)
+    embed_VD = matrix(fill, f"{prefix}.embed_tokens.weight", shape)
+    head_VD = embed_VD if config.tied else matrix(fill, "lm_head.weight", shape)
+    return Params(embed_VD, layers, norm_D, head_VD)
+
+
+def make_state(
+    caches: tuple[Cache, ...], batch: int, rope: RopeConfig, /, *, device: torch.device
+) -> State:
+    """Put empty caches together with lengths of zero."""
+    lengths_B = torch.zeros(batch, dtype=torch.int64, device=device)
+    return State(caches, lengths_B, rotary_frequencies(rope).to(device))
+
+
+def state_row(state: State, row: int, /) -> State:
+    """View one sequence of a state as a state of batch 1; writing to its caches writes the row."""
+    caches = tuple(select_row(cache, row) for cache in state.caches)
+    return State(caches, state.lengths_B[row : row + 1], state.inv_freq_R)
+
+
+def residual_layer(
+    x_BTD: Tensor,
+    params: LayerParams,
+    cache: Cache,
+    placement: Placement,
+    /,
+    *,
+    mixer: Callable[..., Tensor],
+    router: RouterConfig,
+    eps: float,
+    kernels: Kernels,
+) -> Tensor:
+    """``x += mixer(norm(x)); x += mlp(norm(x))``, the MLP dense or a mixture of experts by its parameters.
+
+    Returns:
+        A tensor like x.
+    """
+    mixed_BTD = mixer(rms_norm(x_BTD, params.input_norm_D, eps=eps), params.mixer, cache, placement)
+    normed_BTD, x_BTD = kernels.add_norm(x_BTD, mixed_BTD, params.post_norm_D, eps=eps)
+    if isinstance(params.mlp, MLPParams):
+        return x_BTD + mlp_layer(normed_BTD, params.mlp)
+    normed_TD = normed_BTD.flatten(0, 1)
+    return x_BTD + moe_layer(normed_TD, params.mlp, router, kernels=kernels).view_as(x_BTD)
+
+
+def forward(
+    tokens_BT: Tensor,
+    params: Params,
+    state: State,
+    config: DecoderConfig,
+    layers: Layers,
+    /,
+    *,
+    slots: int,
+) -> tuple[Tensor, State]:
+    """Run T more tokens of each sequence through all layers.
+
+    Args:
+        tokens_BT: token ids.
+        params: the model.
+        state: caches are written in place.
+        config: the frame.
+        layers: one function per layer kind, ``(x, params, cache, placement) -> x``.
+        slots: visible cache slots, at least the largest length + T.
+
+    Returns:
+        (hidden [B, T, D] before the final norm, the state T tokens later).
+    """
+    x_BTD = F.embedding(tokens_BT, params.embed_VD)
+    placement = place_tokens(
+        state.lengths_B,
+        state.inv_freq_R,
+        tokens=tokens_BT.shape[1],
+        slots=slots,
+        dtype=x_BTD.dtype,
+        window=config.window,
+        scale=config.rope.attention_factor,
+    )
+    for kind, layer, cache in zip(config.layer_kinds, params.layers, state.caches, strict=True):
+        x_BTD = layers[kind](x_BTD, layer, cache, placement)
+    return x_BTD, state._replace(lengths_B=state.lengths_B + tokens_BT.shape[1])
+
+
+def compute_logits(x_BD: Tensor, norm_D: Tensor, head_VD: Tensor, /, *, eps: float) -> Tensor:
+    """Final norm and head.
+
+    Args:
+        x_BD: hidden, [..., D].
+        norm_D: weight of the final norm.
+        head_VD: output embedding.
+        eps: of the norm.
+
+    Returns:
+        float32 [..., V].
+    """
+    return F.linear(rms_norm(x_BD, norm_D, eps=eps), head_VD).float()

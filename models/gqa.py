@@ -1,0 +1,152 @@
+"""Grouped-query attention as most families have it: optional biases, q/k norm per head, output gate.
+
+Letters: B sequences, T tokens, D hidden, H query heads, J kv heads, C head channels, N projected columns.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from fmoe.functional.attention import Placement
+from fmoe.functional.cache import KVCache, append_kv_
+from fmoe.functional.kernels import Kernels
+from fmoe.functional.norm import rms_norm
+from fmoe.functional.rotary import apply_rotary
+
+from .settings import Raw, read_int
+from .weights import Fill, Piece, matrix, rows
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Sizes and options of one attention layer."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    eps: float
+    gated: bool = False  # sigmoid of a second half of q_proj multiplies the output
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.heads} must be a multiple of num_key_value_heads={self.kv_heads}; "
+                "check config.json"
+            )
+
+    @property
+    def split_sizes(self) -> list[int]:
+        """Columns of the input projection: q and k, v, output gate."""
+        keys = self.kv_heads * self.head_size
+        queries = self.heads * self.head_size
+        return [queries + keys, keys, queries if self.gated else 0]
+
+
+class AttentionParams(NamedTuple):
+    """One layer; ``w_in`` rows are q heads, k heads, v heads, then the output gate."""
+
+    w_in_ND: Tensor
+    bias_N: Tensor | None
+    norm_HC: Tensor | None  # weights of the q norm for H rows, then of the k norm for J rows
+    w_out_DN: Tensor
+
+
+def attention_config(raw: Raw, *, eps: float, gated: bool = False) -> AttentionConfig:
+    """Read the head counts; an absent ``head_dim`` is hidden / heads, absent kv heads are as many as heads."""
+    heads = read_int(raw, "num_attention_heads")
+    if heads == 0:
+        raise ValueError("config.json: num_attention_heads must be at least 1, got 0")
+    head_size = read_int(raw, "head_dim", read_int(raw, "hidden_size") // heads)
+    return AttentionConfig(heads, read_int(raw, "num_key_value_heads", heads), head_size, eps, gated)
+
+
+def attention_params(
+    fill: Fill, prefix: str, config: AttentionConfig, hidden: int, /, *, bias: bool = False, norm: str | None = None
+) -> AttentionParams:
+    """Describe one layer's parameters.
+
+    Args:
+        fill: makes parameters.
+        prefix: such as ``model.layers.0.self_attn``.
+        config: sizes.
+        hidden: D.
+        bias: q, k and v have biases.
+        norm: ``standard`` or ``centred`` q and k norms over the head's channels, or None.
+    """
+    size = config.head_size
+    queries, keys = config.heads * size, config.kv_heads * size
+    if config.gated:
+        source = f"{prefix}.q_proj.weight"
+        q_rows = [Piece(source, (2 * queries, hidden), take=lambda w: _half_of_each_head(w, size, 0), shares=True)]
+        gate_rows = [Piece(source, (2 * queries, hidden), take=lambda w: _half_of_each_head(w, size, 1), shares=True)]
+        counts = [queries, keys, keys, queries]
+    else:
+        q_rows, gate_rows = [Piece(f"{prefix}.q_proj.weight", (queries, hidden))], []
+        counts = [queries, keys, keys]
+    kv_rows = [Piece(f"{prefix}.{name}_proj.weight", (keys, hidden)) for name in ("k", "v")]
+    w_in_ND = rows(fill, [*q_rows, *kv_rows, *gate_rows], hidden, counts=counts)
+    bias_N = None
+    if bias:
+        sizes = {"q": queries, "k": keys, "v": keys}
+        bias_N = rows(fill, [Piece(f"{prefix}.{name}_proj.bias", (n,)) for name, n in sizes.items()])
+    norm_HC = None if norm is None else _head_norms(fill, prefix, config, centred=norm == "centred")
+    return AttentionParams(w_in_ND, bias_N, norm_HC, matrix(fill, f"{prefix}.o_proj.weight", (hidden, queries)))
+
+
+def _half_of_each_head(w_ND: Tensor, size: int, half: int) -> Tensor:
+    return rearrange(w_ND, "(h two c) d -> two (h c) d", two=2, c=size)[half]
+
+
+def _head_norms(fill: Fill, prefix: str, config: AttentionConfig, *, centred: bool) -> Tensor:
+    def spread(count: int, w: Tensor) -> Tensor:
+        return (w.float() + 1.0 if centred else w).expand(count, -1)
+
+    heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
+    pieces = [
+        Piece(f"{prefix}.q_norm.weight", (size,), (slice(0, heads),), lambda w: spread(heads, w)),
+        Piece(f"{prefix}.k_norm.weight", (size,), (slice(heads, heads + kv_heads),), lambda w: spread(kv_heads, w)),
+    ]
+    return fill((heads + kv_heads, size), pieces, dtype=torch.float32 if centred else None)
+
+
+def attention_mixer(
+    x_BTD: Tensor,
+    params: AttentionParams,
+    cache: KVCache,
+    placement: Placement,
+    /,
+    *,
+    config: AttentionConfig,
+    kernels: Kernels,
+) -> Tensor:
+    """Project, norm, rotate, remember, attend, gate, project back.
+
+    Returns:
+        A tensor like x.
+    """
+    qk_BTN, v_BTN, gate_BTN = F.linear(x_BTD, params.w_in_ND, params.bias_N).split(config.split_sizes, -1)
+    qk_BTHC = qk_BTN.unflatten(-1, (-1, config.head_size))
+    if params.norm_HC is not None:
+        qk_BTHC = rms_norm(qk_BTHC, params.norm_HC, eps=config.eps)
+    qk_BTHC = apply_rotary(qk_BTHC, placement.cos_BTR, placement.sin_BTR)
+    q_BTHC, k_BTJC = qk_BTHC.split([config.heads, config.kv_heads], 2)
+    append_kv_(cache, k_BTJC, v_BTN.unflatten(-1, (-1, config.head_size)), placement.positions_BT)
+    visible = placement.mask_BTM.shape[-1]
+    attend = kernels.attend_decode if x_BTD.shape[1] == 1 else kernels.attend_prefill
+    out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], placement.mask_BTM)
+    out_BTN = out_BTHC.flatten(-2)
+    if config.gated:
+        out_BTN = out_BTN * gate_BTN.sigmoid()
+    return F.linear(out_BTN, params.w_out_DN)
+
+
+def attention_cache(
+    config: AttentionConfig, batch: int, slots: int, /, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Make an empty cache of ``slots`` positions for each of ``batch`` sequences."""
+    shape = (batch, config.kv_heads, slots, config.head_size)
+    return KVCache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))

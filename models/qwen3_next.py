@@ -1,0 +1,195 @@
+"""Qwen3-Next: Gated DeltaNet layers with a gated full-attention layer every few, and a MoE block in each.
+
+Letters: B sequences, T tokens, D hidden, E experts. Source: the published config.json of
+Qwen3-Next-80B-A3B-Instruct; arXiv:2412.06464 for the linear layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from fmoe.functional.attention import Placement
+from fmoe.functional.cache import Cache, DeltaCache
+from fmoe.functional.deltanet import DeltaConfig, DeltaParams
+from fmoe.functional.kernels import Kernels
+from fmoe.functional.moe import SharedExperts, SharedPlan, plan_shared_experts
+from fmoe.functional.routing import RouterConfig
+
+from .decoder import DecoderConfig, LayerParams, Layers, Params, State, decoder_config, frame_params, make_state
+from .decoder import residual_layer
+from .gqa import AttentionConfig, attention_cache, attention_config, attention_mixer, attention_params
+from .settings import Raw, read_bool, read_float, read_int, read_ints, read_rope, require
+from .weights import ExpertNames, Fill, Piece, gate_and_up, matrix, moe_params, rows, zero_centred_norm
+
+MODEL_TYPES = ("qwen3_next",)
+ARCHITECTURES = ("Qwen3NextForCausalLM",)
+NAMES = ExpertNames(shared_gate="shared_expert_gate.weight")
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One model, all values."""
+
+    decoder: DecoderConfig
+    attention: AttentionConfig
+    delta: DeltaConfig
+    router: RouterConfig
+    sparse_layers: tuple[bool, ...]
+    intermediate_size: int
+    expert_size: int
+    shared: SharedPlan
+
+
+def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
+    """Read config.json; values that are not implemented are refused by name."""
+    require(raw, {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)})
+    eps = read_float(raw, "rms_norm_eps", 1e-6)
+    kinds = _layer_kinds(raw)
+    attention = attention_config(raw, eps=eps, gated=True)
+    rope_raw = raw.get("rope_parameters") or {}
+    rotary = read_float(rope_raw, "partial_rotary_factor", read_float(raw, "partial_rotary_factor", 0.25))
+    delta = DeltaConfig(
+        key_heads=read_int(raw, "linear_num_key_heads"),
+        value_heads=read_int(raw, "linear_num_value_heads"),
+        key_size=read_int(raw, "linear_key_head_dim"),
+        value_size=read_int(raw, "linear_value_head_dim"),
+        conv_size=read_int(raw, "linear_conv_kernel_dim", 4),
+        eps=eps,
+    )
+    experts, expert_size = read_int(raw, "num_experts"), read_int(raw, "moe_intermediate_size")
+    router = RouterConfig(
+        num_experts=max(experts, 1),
+        top_k=read_int(raw, "num_experts_per_tok") if experts else 1,
+        renormalize=read_bool(raw, "norm_topk_prob", True),
+        round_weights=True,
+    )
+    dense, step = read_ints(raw, "mlp_only_layers"), max(read_int(raw, "decoder_sparse_step", 1), 1)
+    shared_size = read_int(raw, "shared_expert_intermediate_size", 0)
+    count = read_int(raw, "n_shared_experts") if raw.get("n_shared_experts") is not None else None
+    return Config(
+        decoder=decoder_config(raw, kinds, read_rope(raw, int(attention.head_size * rotary), theta=10000.0)),
+        attention=attention,
+        delta=delta,
+        router=router,
+        sparse_layers=tuple(experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(len(kinds))),
+        intermediate_size=read_int(raw, "intermediate_size"),
+        expert_size=expert_size,
+        shared=plan_shared_experts(count, shared_size, expert_size, requested=shared_experts),
+    )
+
+
+def _layer_kinds(raw: Raw) -> tuple[str, ...]:
+    layers, kinds = read_int(raw, "num_hidden_layers"), raw.get("layer_types")
+    if kinds is None:
+        interval = max(read_int(raw, "full_attention_interval", 4), 1)
+        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"config.json: layer_types must list num_hidden_layers={layers} kinds, got {kinds!r}")
+    unknown = sorted({str(kind) for kind in kinds} - {LINEAR, FULL})
+    if unknown:
+        raise NotImplementedError(f"config.json: layer_types {unknown} are unknown; known: {LINEAR}, {FULL}")
+    return tuple(kinds)
+
+
+def build_params(fill: Fill, config: Config) -> Params:
+    """Describe every parameter of the model and the checkpoint tensors that fill it."""
+    hidden = config.decoder.hidden_size
+    layers = []
+    for i, (kind, sparse) in enumerate(zip(config.decoder.layer_kinds, config.sparse_layers, strict=True)):
+        prefix = f"model.layers.{i}"
+        if kind == LINEAR:
+            mixer = _delta_params(fill, f"{prefix}.linear_attn", config.delta, hidden)
+        else:
+            mixer = attention_params(fill, f"{prefix}.self_attn", config.attention, hidden, norm="centred")
+        layers.append(
+            LayerParams(
+                zero_centred_norm(fill, f"{prefix}.input_layernorm.weight", hidden),
+                mixer,
+                zero_centred_norm(fill, f"{prefix}.post_attention_layernorm.weight", hidden),
+                moe_params(fill, f"{prefix}.mlp", config.router, config.shared, config.expert_size, hidden, NAMES)
+                if sparse
+                else gate_and_up(fill, f"{prefix}.mlp", config.intermediate_size, hidden),
+            )
+        )
+    norm_D = zero_centred_norm(fill, "model.norm.weight", hidden)
+    return frame_params(fill, config.decoder, tuple(layers), norm_D)
+
+
+def _delta_params(fill: Fill, prefix: str, config: DeltaConfig, hidden: int) -> DeltaParams:
+    """Reorder the projections, stored per key head as [q | k | v z of its value heads], into all q, all k, ..."""
+    groups, ratio = config.key_heads, config.value_heads // config.key_heads
+    keys, values, heads = groups * config.key_size, config.value_heads * config.value_size, config.value_heads
+    sizes = [config.key_size, config.key_size, ratio * config.value_size, ratio * config.value_size]
+
+    def take_part(which: int, split: list[int]) -> Callable[[Tensor], Tensor]:
+        return lambda w: rearrange(
+            rearrange(w, "(g n) d -> g n d", g=groups).split(split, 1)[which], "g n d -> (g n) d"
+        )
+
+    qkvz = Piece(f"{prefix}.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden), shares=True)
+    ba = Piece(f"{prefix}.in_proj_ba.weight", (2 * heads, hidden), shares=True)
+    parts = [qkvz._replace(take=take_part(which, sizes)) for which in range(4)]
+    parts += [ba._replace(take=take_part(which, [ratio, ratio])) for which in range(2)]
+    channels, taps = 2 * keys + values, config.conv_size
+    conv = Piece(f"{prefix}.conv1d.weight", (channels, 1, taps), take=lambda w: w.squeeze(1).T)
+    decay = Piece(f"{prefix}.A_log", (heads,), take=lambda w: -w.float().exp())
+    return DeltaParams(
+        w_in_ND=rows(fill, parts, hidden, counts=[keys, keys, values, values, heads, heads]),
+        w_conv_WN=fill((taps, channels), [conv]),
+        decay_H=fill((heads,), [decay], dtype=torch.float32),
+        dt_bias_H=matrix(fill, f"{prefix}.dt_bias", (heads,), dtype=torch.float32),
+        norm_V=matrix(fill, f"{prefix}.norm.weight", (config.value_size,)),
+        w_out_DN=matrix(fill, f"{prefix}.out_proj.weight", (hidden, values)),
+    )
+
+
+def delta_mixer(
+    x_BTD: Tensor,
+    params: DeltaParams,
+    cache: DeltaCache,
+    placement: Placement,
+    /,
+    *,
+    config: DeltaConfig,
+    kernels: Kernels,
+) -> Tensor:
+    """Project, convolve and recur, project back.
+
+    Returns:
+        A tensor like x.
+    """
+    mix = kernels.delta_decode if x_BTD.shape[1] == 1 else kernels.delta_prefill
+    return F.linear(mix(F.linear(x_BTD, params.w_in_ND), cache, params, config), params.w_out_DN)
+
+
+def make_layers(config: Config, kernels: Kernels) -> Layers:
+    """Give the function of each layer kind, config and kernels bound: ``(x, params, cache, placement) -> x``."""
+    mixers = {
+        LINEAR: partial(delta_mixer, config=config.delta, kernels=kernels),
+        FULL: partial(attention_mixer, config=config.attention, kernels=kernels),
+    }
+    return {
+        kind: partial(residual_layer, mixer=mixer, router=config.router, eps=config.decoder.eps, kernels=kernels)
+        for kind, mixer in mixers.items()
+    }
+
+
+def init_state(config: Config, batch: int, slots: int, /, *, dtype: torch.dtype, device: torch.device) -> State:
+    """Make the empty state of ``batch`` sequences of up to ``slots`` tokens."""
+    delta = config.delta
+
+    def empty(kind: str) -> Cache:
+        if kind == FULL:
+            return attention_cache(config.attention, batch, slots, dtype=dtype, device=device)
+        window = torch.zeros(batch, delta.conv_size - 1, delta.split_sizes[0], dtype=dtype, device=device)
+        shape = (batch, delta.value_heads, delta.key_size, delta.value_size)
+        return DeltaCache(window, torch.zeros(shape, dtype=torch.float32, device=device))
+
+    caches = tuple(empty(kind) for kind in config.decoder.layer_kinds)
+    return make_state(caches, batch, config.decoder.rope, device=device)

@@ -1,0 +1,145 @@
+"""How the tensors of a checkpoint become parameters: values only, nothing is read here.
+
+A family describes each parameter as a shape and the pieces that fill it. Whoever calls the family's
+``build_params`` decides what filling means: reading safetensors, counting, or drawing random numbers.
+
+Letters: E experts, S shared slots, D hidden, F expert width, P = 2F.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fmoe.functional.mlp import MLPParams
+from fmoe.functional.moe import MoEParams, SharedParams, SharedPlan
+from fmoe.functional.routing import RouterConfig
+
+class Piece(NamedTuple):
+    """One checkpoint tensor and the place it takes in a parameter."""
+
+    name: str  # tensor name in the checkpoint
+    shape: tuple[int, ...]  # shape it must have there
+    into: tuple[int | slice, ...] = ()  # index of the parameter that it fills; () is all of it
+    take: Callable[[Tensor], Tensor] | None = None  # pure map from the stored tensor to parameter[into]
+    shares: bool = False  # True where several pieces of one load read different parts of the same tensor
+
+
+class Fill(Protocol):
+    """Make one parameter out of its pieces; ``names`` are the tensors that the checkpoint holds."""
+
+    names: Container[str]
+
+    def __call__(
+        self, shape: Sequence[int], pieces: Sequence[Piece], /, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return a parameter of ``shape``; ``dtype`` None is the dtype the model is loaded in."""
+        ...
+
+
+def matrix(fill: Fill, name: str, shape: tuple[int, ...], /, *, dtype: torch.dtype | None = None) -> Tensor:
+    """One checkpoint tensor as it is."""
+    return fill(shape, [Piece(name, shape)], dtype=dtype)
+
+
+def zero_centred_norm(fill: Fill, name: str, size: int, /) -> Tensor:
+    """The weight ``1 + w`` of a zero-centred norm, in float32."""
+    return fill((size,), [Piece(name, (size,), take=_add_one)], dtype=torch.float32)
+
+
+def rows(
+    fill: Fill,
+    parts: Sequence[Piece],
+    columns: int | None = None,
+    /,
+    *,
+    counts: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Stack tensors along their rows; ``counts`` are the rows of each part where ``take`` changes their number."""
+    placed, start = [], 0
+    for part, count in zip(parts, counts or [part.shape[0] for part in parts], strict=True):
+        placed.append(part._replace(into=(slice(start, start + count),)))
+        start += count
+    return fill((start,) if columns is None else (start, columns), placed, dtype=dtype)
+
+
+def gate_and_up(fill: Fill, prefix: str, width: int, hidden: int, /) -> MLPParams:
+    """A dense SwiGLU block from ``gate_proj``, ``up_proj`` and ``down_proj``."""
+    parts = [Piece(f"{prefix}.{part}_proj.weight", (width, hidden)) for part in ("gate", "up")]
+    return MLPParams(rows(fill, parts, hidden), matrix(fill, f"{prefix}.down_proj.weight", (hidden, width)))
+
+
+class ExpertNames(NamedTuple):
+    """Names of one family's expert tensors below the layer's MoE prefix."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    experts: str = "experts"
+    router: str = "gate.weight"
+    shared: str = "shared_expert"
+    shared_gate: str | None = None
+    bias: str | None = None
+
+
+def expert_stacks(
+    fill: Fill, prefix: str, router: RouterConfig, shared: SharedPlan, width: int, hidden: int, names: ExpertNames, /
+) -> tuple[Tensor, Tensor]:
+    """The stacks [E + S, P, D] and [E + S, D, F], from per-expert or stacked tensors, shared slots last."""
+    count, total = router.num_experts, router.num_experts + shared.slots
+    base = f"{prefix}.{names.experts}"
+    first, second = slice(0, width), slice(width, 2 * width)
+    if f"{base}.gate_up_proj" in fill.names:
+        whole = (slice(0, count),)
+        gate_up = [Piece(f"{base}.gate_up_proj", (count, 2 * width, hidden), whole)]
+        down = [Piece(f"{base}.down_proj", (count, hidden, width), whole)]
+    else:
+        gate_up, down = [], []
+        for e in range(count):
+            gate_up.append(Piece(f"{base}.{e}.{names.gate}.weight", (width, hidden), (e, first)))
+            gate_up.append(Piece(f"{base}.{e}.{names.up}.weight", (width, hidden), (e, second)))
+            down.append(Piece(f"{base}.{e}.{names.down}.weight", (hidden, width), (e,)))
+    for slot in range(shared.slots):
+        part = slice(slot * width, (slot + 1) * width)
+        for name, into in (("gate_proj", first), ("up_proj", second)):
+            source = f"{prefix}.{names.shared}.{name}.weight"
+            gate_up.append(Piece(source, (shared.width, hidden), (count + slot, into), partial(_take_rows, part), True))
+        source = f"{prefix}.{names.shared}.down_proj.weight"
+        down.append(Piece(source, (hidden, shared.width), (count + slot,), partial(_take_columns, part), True))
+    return fill((total, 2 * width, hidden), gate_up), fill((total, hidden, width), down)
+
+
+def moe_params(
+    fill: Fill, prefix: str, router: RouterConfig, shared: SharedPlan, width: int, hidden: int, names: ExpertNames, /
+) -> MoEParams:
+    """One MoE layer; the shared expert's gate joins the router where the shared expert joins the stacks."""
+    dtype = torch.float32 if router.float32_logits else None
+    parts = [Piece(f"{prefix}.{names.router}", (router.num_experts, hidden))]
+    gate = f"{prefix}.{names.shared_gate}"
+    if shared.slots and names.shared_gate:
+        parts.append(Piece(gate, (1, hidden)))
+    w_router_ED = rows(fill, parts, hidden, dtype=dtype)
+    w_gate_up_EPD, w_down_EDF = expert_stacks(fill, prefix, router, shared, width, hidden, names)
+    bias_E = None
+    if names.bias is not None:
+        bias_E = matrix(fill, f"{prefix}.{names.bias}", (router.num_experts,), dtype=torch.float32)
+    apart = None
+    if shared.width and not shared.slots:
+        w_gate_1D = matrix(fill, gate, (1, hidden)) if names.shared_gate else None
+        apart = SharedParams(gate_and_up(fill, f"{prefix}.{names.shared}", shared.width, hidden), w_gate_1D)
+    return MoEParams(w_router_ED, w_gate_up_EPD, w_down_EDF, bias_E, apart)
+
+
+def _add_one(w: Tensor) -> Tensor:
+    return w.float() + 1.0
+
+
+def _take_rows(part: slice, w: Tensor) -> Tensor:
+    return w[part]
+
+
+def _take_columns(part: slice, w: Tensor) -> Tensor:
+    return w[:, part]
