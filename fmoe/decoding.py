@@ -1,0 +1,204 @@
+"""Prefill and the decode loop of one batch, on token ids alone.
+
+Letters: B rows, T tokens, D hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmoe.compile.step import Steps, cache_slots, visible_slots
+from fmoe.functional.sampling import (
+    count_candidates,
+    mark_seen_,
+    penalize_repetition,
+    sample,
+    sample_greedy,
+    sampling_params,
+    token_logprobs,
+)
+
+from .architectures import State, forward, state_row
+from .model import Model
+from .options import Options
+
+PREFILL_CHUNK = 2048
+
+
+class Token(NamedTuple):
+    """One generated token; the log-probabilities are those of the model's own distribution."""
+
+    id: int
+    logprob: float | None  # None unless asked for
+    top: tuple[tuple[int, float], ...]  # the most probable (id, log-probability), as many as asked for
+
+
+def new_state(model: Model, batch: int, tokens: int, /) -> State:
+    """Make an empty state of ``batch`` rows with room for ``tokens`` positions."""
+    return model.architecture.init_state(
+        model.config, batch, cache_slots(tokens), dtype=model.dtype, device=model.device
+    )
+
+
+def run(model: Model, steps: Steps, tokens_BT: Tensor, state: State, /, *, visible: int) -> tuple[Tensor, State]:
+    """Run T more tokens of each row; ``visible`` is the longest row's length after them.
+
+    Returns:
+        (hidden [B, T, D], the new state).
+    """
+    slots = visible_slots(visible)
+    return forward(tokens_BT, model.params, state, model.config.decoder, steps.layers, slots=slots)
+
+
+def compute_head(model: Model, steps: Steps, x_BD: Tensor, /) -> Tensor:
+    """Final norm and head of [rows, D]; float32 [rows, V]."""
+    return steps.logits(x_BD, model.params.norm_D, model.params.head_VD)
+
+
+def prefill_row(model: Model, steps: Steps, ids: Sequence[int], state: State, row: int, /, *, chunk: int) -> Tensor:
+    """Run a prompt through one row of a fresh state, ``chunk`` tokens at a time; no padding, whatever the others.
+
+    Returns:
+        float32 [1, V], logits after the last token.
+    """
+    view = state_row(state, row)
+    tokens_1T = torch.tensor([ids], dtype=torch.int64, device=model.device)
+    for start in range(0, len(ids), chunk):
+        end = min(start + chunk, len(ids))
+        x_1TD, view = run(model, steps, tokens_1T[:, start:end], view, visible=end)
+    return compute_head(model, steps, x_1TD[:, -1])
+
+
+def decode_batch(
+    model: Model,
+    steps: Steps,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    /,
+    *,
+    first_row: int = 0,
+    chunk: int = PREFILL_CHUNK,
+) -> Iterator[list[Token]]:
+    """Generate one token per row and turn, until max_new_tokens or until the caller stops asking.
+
+    Row i is sampled with seed + first_row + i and the number of tokens it has, so its tokens do not depend on the
+    other rows.
+
+    Yields:
+        One Token per row.
+
+    Raises:
+        RuntimeError: a row's logits hold NaN; the message names the layer.
+    """
+    lengths = [len(ids) for ids in prompts]
+    longest = max(lengths)
+    state = new_state(model, len(prompts), longest + options.max_new_tokens)
+    logits_BV = torch.cat(
+        [prefill_row(model, steps, ids, state, row, chunk=chunk) for row, ids in enumerate(prompts)]
+    )
+    state = state._replace(lengths_B=torch.tensor(lengths, dtype=torch.int64, device=model.device))
+    choose = _Chooser(model, prompts, options, first_row)
+    generated: list[list[int]] = [[] for _ in prompts]
+    for n in range(options.max_new_tokens):
+        if n > 0:
+            x_B1D, state = run(model, steps, tokens_B[:, None], state, visible=longest + n)
+            logits_BV = compute_head(model, steps, x_B1D[:, -1])
+        tokens_B, records = choose(logits_BV, n)
+        broken = [row for row, token in enumerate(records) if token is None]
+        if broken:
+            raise RuntimeError(explain_nan(model, [*prompts[broken[0]], *generated[broken[0]]], steps, chunk=chunk))
+        tokens = [token for token in records if token is not None]
+        for ids, token in zip(generated, tokens, strict=True):
+            ids.append(token.id)
+        yield tokens
+
+
+class _Chooser:
+    """Choose each row's next token; holds what sampling needs from step to step."""
+
+    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], options: Options, first_row: int) -> None:
+        self.options = options
+        self.params = sampling_params(
+            len(prompts),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            seed=options.seed,
+            device=model.device,
+        )
+        self.params = self.params._replace(seeds_B=self.params.seeds_B + first_row)
+        self.candidates = count_candidates(top_k=options.top_k, top_p=options.top_p)
+        self.seen_BV: Tensor | None = None
+        if options.repetition_penalty != 1.0:
+            vocab_size = model.config.decoder.vocab_size
+            self.seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=model.device)
+            for row, ids in enumerate(prompts):
+                self.seen_BV[row, torch.tensor(ids, device=model.device)] = True
+
+    def __call__(self, logits_BV: Tensor, n: int, /) -> tuple[Tensor, list[Token | None]]:
+        """Return tokens_B and one Token per row, None where the row's logits hold NaN."""
+        options, raw_BV = self.options, logits_BV
+        if self.seen_BV is not None:
+            logits_BV = penalize_repetition(logits_BV, self.seen_BV, self.params.repetition_penalty_B)
+        if options.temperature == 0:
+            tokens_B = sample_greedy(logits_BV)
+        else:
+            counters_B = torch.full_like(self.params.seeds_B, n)
+            tokens_B = sample(logits_BV, self.params, counters_B, num_candidates=self.candidates)
+        if self.seen_BV is not None:
+            mark_seen_(self.seen_BV, tokens_B)
+        # NaN shows in the sum; one transfer brings tokens and flags to the host.
+        flags_B = raw_BV.sum(-1).isnan()
+        ids, broken = torch.stack((tokens_B, flags_B.long())).tolist()
+        if options.logprobs is None:
+            return tokens_B, [None if bad else Token(i, None, ()) for i, bad in zip(ids, broken, strict=True)]
+        own_B, top_ids_Bn, top_Bn = token_logprobs(raw_BV, tokens_B, n=options.logprobs)
+        rows = zip(ids, broken, own_B.tolist(), top_ids_Bn.tolist(), top_Bn.tolist(), strict=True)
+        return tokens_B, [
+            None if bad else Token(i, own, tuple(zip(top_ids, top, strict=True)))
+            for i, bad, own, top_ids, top in rows
+        ]
+
+
+def explain_nan(model: Model, ids: Sequence[int], steps: Steps, /, *, chunk: int) -> str:
+    """Replay a row uncompiled from its first token and say which layer first gives NaN."""
+    state = new_state(model, 1, len(ids))
+    tokens_1T = torch.tensor([ids], dtype=torch.int64, device=model.device)
+    found: list[str] = []
+
+    def watch(index: int, kind: str, x: Tensor) -> None:
+        if not found and bool(x.isnan().any()):
+            found.append(f"layer {index} ({kind})")
+
+    kinds = model.config.decoder.layer_kinds
+    for start in range(0, len(ids), chunk):
+        counter = iter(enumerate(kinds))
+
+        def spy(kind: str, counter: Iterator[tuple[int, str]] = counter):  # type: ignore[no-untyped-def]
+            def layer(*arguments):  # type: ignore[no-untyped-def]
+                x = model.eager.layers[kind](*arguments)
+                index, _ = next(counter)
+                watch(index, kind, x)
+                return x
+
+            return layer
+
+        layers = {kind: spy(kind) for kind in set(kinds)}
+        end = min(start + chunk, len(ids))
+        x, state = forward(
+            tokens_1T[:, start:end], model.params, state, model.config.decoder, layers, slots=visible_slots(end)
+        )
+    where = found[0] if found else None
+    if where is None and bool(compute_head(model, model.eager, x[:, -1]).isnan().any()):
+        where = "the final norm and head"
+    if where is None:
+        return (
+            "the logits hold NaN, which the same tokens do not give uncompiled; load with compile=False and report it"
+            if steps.compiled
+            else "the logits hold NaN, but a second run of the same tokens gave none; check the machine's memory"
+        )
+    return f"the logits hold NaN, which first appear in {where}; check that layer's weights, or load in float32"

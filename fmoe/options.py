@@ -1,0 +1,114 @@
+"""What a generation was asked for: the caller's arguments over the checkpoint's defaults, checked once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fmoe.functional.sampling import check_sampling
+
+from .text import Text, eos_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """How the checkpoint wants to be sampled (generation_config.json), and which tokens end a text."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One generation, everything decided."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    stop: tuple[str, ...]
+    eos_ids: tuple[int, ...]  # empty where EOS is ignored
+    logprobs: int | None
+
+
+def read_defaults(
+    generation_config: Mapping[str, Any] | None, config: Mapping[str, Any], text: Text | None, /
+) -> Defaults:
+    """Read generation_config.json; without ``do_sample`` it means greedy.
+
+    Raises:
+        ValueError: a value that cannot be sampled with; the message names the file.
+    """
+    eos_ids = eos_token_ids(generation_config, config, text)
+    found = {
+        key: value
+        for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        if (value := (generation_config or {}).get(key)) is not None
+    }
+    if not (generation_config or {}).get("do_sample", False):
+        found = {key: value for key, value in found.items() if key == "repetition_penalty"}
+    else:
+        found.setdefault("temperature", 1.0)
+    try:
+        check_sampling(**{"temperature": 0.0, **found})
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
+    return Defaults(**found, eos_ids=eos_ids)
+
+
+def resolve_options(
+    defaults: Defaults,
+    *,
+    vocab_size: int,
+    max_new_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    seed: int,
+    stop: str | Sequence[str] | None,
+    ignore_eos: bool,
+    logprobs: int | None,
+) -> Options:
+    """Put arguments over defaults and check them.
+
+    Raises:
+        ValueError: an argument is out of its range; the message names it.
+    """
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an int >= 1")
+    if logprobs is not None and (
+        isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= vocab_size
+    ):
+        raise ValueError(f"logprobs={logprobs!r} must be None or an int in 0..{vocab_size} (the vocabulary)")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if any(not isinstance(s, str) or not s for s in stops):
+        raise ValueError(f"stop={stop!r} must be a list of non-empty strings")
+    options = Options(
+        max_new_tokens=max_new_tokens,
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_p=defaults.top_p if top_p is None else top_p,
+        top_k=defaults.top_k if top_k is None else top_k,
+        min_p=defaults.min_p if min_p is None else min_p,
+        repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
+        seed=seed,
+        stop=stops,
+        eos_ids=() if ignore_eos else defaults.eos_ids,
+        logprobs=logprobs,
+    )
+    check_sampling(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+    )
+    return options
