@@ -68,7 +68,7 @@ def prefill_row(model: Model, steps: Steps, ids: Sequence[int], state: State, ro
     for start in range(0, len(ids), chunk):
         end = min(start + chunk, len(ids))
         x_1TD, view = run(model, steps, tokens_1T[:, start:end], view, visible=end)
-    return compute_head(model, steps, x_1TD[:, -1])
+    return compute_head(model, steps, x_1TD[0, -1:])  # not [:, -1], whose odd stride would recompile
 
 
 def decode_batch(

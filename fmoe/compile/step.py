@@ -43,27 +43,34 @@ def compile_steps(
     layers: Mapping[str, Layer], logits: Callable[..., Tensor], *, backend: str = "inductor"
 ) -> Steps:
     """Compile each function when it is first called; nothing of the compiler is loaded before."""
-    compiled = {kind: _compile_lazily(layer, backend) for kind, layer in layers.items()}
-    return Steps(compiled, _compile_lazily(logits, backend), compiled=True)
+    compiled = {kind: _compile_lazily(kind, layer, backend) for kind, layer in layers.items()}
+    return Steps(compiled, _compile_lazily("logits", logits, backend), compiled=True)
 
 
-def _compile_lazily(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+def _compile_lazily(name: str, function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    def graph(*arguments: Any) -> Tensor:
+        return function(*arguments)
+
+    # Graphs are kept with the code object. A code of its own for each function of each model keeps their graphs
+    # apart, so that a call searches only its own.
+    graph.__code__ = graph.__code__.replace(co_name=name)
+
     @functools.cache
     def compiled() -> Callable[..., Tensor]:
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        return torch.compile(graph, fullgraph=True, dynamic=False, backend=backend)
 
     traced: set[tuple[int, ...]] = set()
 
-    def call(x: Tensor, params: Any, *arguments: Any, **options: Any) -> Tensor:
+    def call(x: Tensor, params: Any, *arguments: Any) -> Tensor:
         variant = (id(params), *(size == 1 for size in x.shape[:-1]))
         if variant in traced:
-            return compiled()(x, params, *arguments, **options)
+            return compiled()(x, params, *arguments)
         # Marks and the limit matter while tracing alone; this may trace. Each dense or sparse layer, dtype and
         # 0/1 variant is one more graph of the same code object, and torch's own limit is 8.
         _mark_sizes(x, arguments)
         traced.add(variant)
         with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
-            return compiled()(x, params, *arguments, **options)
+            return compiled()(x, params, *arguments)
 
     return call
 
