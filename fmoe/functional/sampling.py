@@ -284,9 +284,8 @@ def sample(
         logits_BV, params.temperature_B, params.top_k_B, params.top_p_B, params.min_p_B, num_candidates=num_candidates
     )
     sums_BV = _weigh(filtered_BV).cumsum(dim=-1)
-    total_B = sums_BV[:, -1]
-    # the product may round up to the total, past every token
-    target_B = torch.minimum((random_uniform(params.seeds_B, counters_B) * total_B).long(), total_B - 1)
+    # u <= 1 - 2**-53 and float64 rounds to nearest, so the target stays below the total, where a token is found
+    target_B = (random_uniform(params.seeds_B, counters_B) * sums_BV[:, -1]).long()
     drawn_B = torch.searchsorted(sums_BV, target_B[:, None], right=True)[:, 0]
     # only a row with NaN can end past the vocabulary
     drawn_B = drawn_B.clamp(max=logits_BV.shape[1] - 1)
