@@ -44,7 +44,7 @@ def unpermute_rows(rows_ND: Tensor, order_N: Tensor, weights_TK: Tensor, /) -> T
         float32 [T, D].
     """
     inverse_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
-    rows_TKD = rows_ND[inverse_N].view(*weights_TK.shape, -1)
+    rows_TKD = rows_ND[inverse_N].view(*weights_TK.shape, rows_ND.shape[1])
     return torch.bmm(weights_TK[:, None], rows_TKD.float()).squeeze(1)
 
 
@@ -57,13 +57,24 @@ def grouped_mm(rows_NK: Tensor, weights_EKM: Tensor, offsets_E: Tensor, /) -> Te
     Returns:
         [N, M].
     """
-    strides = (rows_NK.stride(0), *weights_EKM.stride())
-    sizes = [stride * rows_NK.element_size() for stride in strides if stride != 1]
-    if rows_NK.dtype != torch.float64 and all(size % 16 == 0 for size in sizes) and 1 in weights_EKM.stride():
+    grouped = rows_NK.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if grouped and _has_grouped_strides(rows_NK) and _has_grouped_strides(weights_EKM):
         return F.grouped_mm(rows_NK, weights_EKM, offs=offsets_E)
     ends = [0, *offsets_E.tolist()]
     products = [rows_NK[a:b] @ w_KM for a, b, w_KM in zip(ends, ends[1:], weights_EKM, strict=False) if b > a]
     return torch.cat(products) if products else rows_NK.new_empty(0, weights_EKM.shape[-1])
+
+
+def _has_grouped_strides(matrices: Tensor) -> bool:
+    rows, columns = matrices.shape[-2:]
+    *outer, row_stride, column_stride = matrices.stride()
+    if row_stride == 1 and column_stride >= max(1, rows):
+        outer.append(column_stride)
+    elif column_stride == 1 and row_stride >= max(1, columns):
+        outer.append(row_stride)
+    else:
+        return False
+    return all(places * matrices.element_size() % 16 == 0 for places in outer)
 
 
 def compute_experts_grouped(

@@ -94,6 +94,9 @@ def moe_layer(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, kerne
     slots = params.w_down_EDF.shape[0] - config.num_experts
     logits_TE = router_logits(x_TD, params.w_router_ED, float32=config.float32_logits)
     routing = kernels.route(logits_TE, params.bias_E, config, slots=slots)
+    if config.round_weights and config.float32_logits:
+        # The float32 logits did not tell route the dtype in which this family multiplies.
+        routing = routing._replace(weights_TK=routing.weights_TK.to(x_TD.dtype).float())
     y_TD = kernels.compute_experts(x_TD, routing, params.w_gate_up_EPD, params.w_down_EDF)
     return y_TD if params.shared is None else add_shared_expert(y_TD, x_TD, params.shared)
 

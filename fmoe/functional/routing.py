@@ -4,7 +4,7 @@ Letters: T tokens, E routed experts, G expert groups, K experts per token, S sha
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,8 @@ class RouterConfig:
         ``max`` scores a group by its best expert and gives dropped experts score 0, ``top2`` by the sum of its two
         best (biased) scores and gives them -inf.
     float32_logits: both operands of the router's linear are upcast.
-    round_weights: the weights are rounded to the model's dtype, as families do that multiply in it.
+    round_weights: the weights are rounded to the model's dtype, as families do that multiply in it; by ``route`` to
+        the dtype of the logits, by ``moe_layer`` to that of its rows where ``float32_logits`` hides it from ``route``.
     """
 
     num_experts: int
@@ -50,12 +51,22 @@ class RouterConfig:
     round_weights: bool = False
 
     def __post_init__(self) -> None:
+        for name, value, known in (
+            ("scoring", self.scoring, get_args(Scoring)),
+            ("group_score", self.group_score, get_args(GroupScore)),
+        ):
+            if value not in known:
+                raise NotImplementedError(f"{name}={value!r} is not built; choose one of {', '.join(known)}")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k={self.top_k} must be in 1..num_experts={self.num_experts}; check config.json")
         if self.groups < 1 or self.num_experts % self.groups:
             raise ValueError(f"n_group={self.groups} must divide num_experts={self.num_experts}; check config.json")
         if not 1 <= self.groups_kept <= self.groups:
             raise ValueError(f"topk_group={self.groups_kept} must be in 1..n_group={self.groups}; check config.json")
+        if self.groups > 1 and self.scoring.startswith("chosen"):
+            raise NotImplementedError(
+                f"n_group={self.groups} with scoring={self.scoring!r} is not built; groups need softmax or sigmoid scores"
+            )
         size = self.num_experts // self.groups
         if self.groups_kept * size < self.top_k:
             raise ValueError(
@@ -83,14 +94,16 @@ def select_largest(values_TE: Tensor, k: int, /) -> Tensor:
     NaN counts as larger than every number, hence a row of NaN gives 0..k-1, and no row affects another.
 
     Args:
-        values_TE: float32; -0 and +0 are equal.
+        values_TE: compared in float32; -0 and +0 are equal.
         k: 1 <= k <= E.
 
     Returns:
         int64 indices [T, k], largest value first.
     """
     count = values_TE.shape[-1]
-    bits_TE = (values_TE + 0.0).view(torch.int32)
+    values_TE = values_TE.float()
+    # NaN comes with either sign; one bit pattern above all numbers makes it the largest.
+    bits_TE = (values_TE + 0.0).view(torch.int32).masked_fill(values_TE.isnan(), 0x7FC00000)
     ordered_TE = (bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)).long()
     descending_E = torch.arange(count - 1, -1, -1, device=values_TE.device)
     keys_TK = torch.topk((ordered_TE << 32) | descending_E, k).values
@@ -141,12 +154,16 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, /) -> 
     if config.scoring == "softmax":
         scores_TE = scores_TE.softmax(-1)
     elif config.scoring == "sigmoid":
-        scores_TE = scores_TE.sigmoid()
+        # On a CPU the last few elements of a float32 sigmoid round otherwise than the rest, which would decide ties.
+        scores_TE = scores_TE.double().sigmoid().float()
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if config.groups > 1:
         choice_TE = keep_best_groups(
             choice_TE, groups=config.groups, kept=config.groups_kept, group_score=config.group_score
         )
+        if config.group_score == "max" and bias_E is None:
+            # Where kept experts underflow to 0 a dropped one may be chosen by its id; its weight is 0 too.
+            scores_TE = choice_TE
     experts_TK = select_largest(choice_TE, config.top_k)
     weights_TK = weigh_chosen(scores_TE.gather(-1, experts_TK), config, dtype=logits_TE.dtype)
     return Routing(weights_TK, experts_TK.int())
