@@ -111,12 +111,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise ValueError(f"in {folder}, {list_names(folders)} is a folder; a safetensors file was expected")
     index = folder / INDEX
     if not index.exists():
-        tensors = _merge(folder, {file: read_header(file) for file in _complete_set(folder, files)}, None)
+        headers = {file.name: read_header(file) for file in _complete_set(folder, files)}
+        tensors = _merge(folder, headers, None)
     else:
         placed = _read_index(index)
-        shards = {folder / name for name in placed.values()}
-        headers = {file: read_header(file) for file in sorted(shards)}
-        _check_extra_files(folder, [file for file in files if file not in shards], placed)
+        headers = {name: read_header(folder / name) for name in sorted(set(placed.values()))}
+        _check_extra_files(folder, [file for file in files if file.name not in headers], placed)
         tensors = _merge(folder, headers, placed)
     return Checkpoint(folder, config, generation_config, tensors)
 
@@ -257,7 +257,7 @@ def _check_extra_files(folder: Path, files: list[Path], placed: Mapping[str, str
 
 
 def _merge(
-    folder: Path, headers: Mapping[Path, dict[str, TensorInfo]], placed: Mapping[str, str] | None
+    folder: Path, headers: Mapping[str, dict[str, TensorInfo]], placed: Mapping[str, str] | None
 ) -> dict[str, TensorInfo]:
     """Join the shards' tensors; each must lie in one file, the one where the index places it."""
     tensors: dict[str, TensorInfo] = {}
@@ -275,7 +275,7 @@ def _merge(
         if unlisted:
             problems.append(f"tensors that {INDEX} does not list: {list_names(unlisted)}")
     if placed is not None:
-        absent = [f"{name} (not in {file})" for name, file in placed.items() if name not in headers[folder / file]]
+        absent = [f"{name} (not in {file})" for name, file in placed.items() if name not in headers[file]]
         if absent:
             problems.append(
                 f"tensors not where {INDEX} places them, a renamed or stale shard perhaps: {list_names(absent)}"

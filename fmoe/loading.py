@@ -30,6 +30,7 @@ from .tiling import box_shape, count_uncovered, select_box
 
 PROGRESS_DELAY_S = 2.0
 LISTED = 20  # names in one message
+STAND_IN_ELEMENTS = 1 << 20  # up to here the check runs a piece's map on the CPU, beyond it on the meta device
 
 Params = TypeVar("Params")
 Build = Callable[[Fill], Params]
@@ -233,7 +234,10 @@ def _taken_shape(piece: Piece) -> tuple[int, ...]:
     """Return the shape in which a piece reaches its parameter."""
     if piece.take is None:
         return tuple(piece.shape)
-    return tuple(piece.take(torch.empty(piece.shape, device="meta")).shape)
+    # arithmetic on meta tensors imports torch's decompositions, a second of start-up; one element is enough memory
+    small = prod(piece.shape) <= STAND_IN_ELEMENTS
+    stand_in = torch.zeros(()).expand(piece.shape) if small else torch.empty(piece.shape, device="meta")
+    return tuple(piece.take(stand_in).shape)
 
 
 def _describe(found: Mapping[str, list[str]], checkpoint: Checkpoint) -> str:

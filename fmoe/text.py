@@ -259,9 +259,11 @@ def _load_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _default_template(name: str, value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    entries = value if isinstance(value, list) else [value]
-    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
-    if not isinstance(value, list) or not all(isinstance(t, str) for t in (*named, *named.values())):
+    named = {}
+    for entry in value if isinstance(value, list) else [value]:
+        fields = entry if isinstance(entry, dict) and isinstance(value, list) else {}
+        named[fields.get("name")] = fields.get("template")
+    if not all(isinstance(field, str) for field in (*named, *named.values())):
         raise ValueError(
             f"chat_template in {name} must be a string or a list of objects with name and template, got "
             f"{type(value).__name__} {value!r:.80}; correct the file or add chat_template.jinja"

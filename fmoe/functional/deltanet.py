@@ -33,6 +33,11 @@ class DeltaConfig:
     eps: float  # of the gated output norm
 
     def __post_init__(self) -> None:
+        if min(self.key_heads, self.value_heads, self.key_size, self.value_size, self.conv_size) < 1:
+            raise ValueError(
+                f"head counts, head sizes and taps must be at least 1, got {self}; "
+                "check the linear_* keys of config.json"
+            )
         if self.value_heads % self.key_heads:
             raise ValueError(
                 f"linear_num_value_heads={self.value_heads} must be a multiple of "
@@ -190,16 +195,17 @@ def delta_chunked(
         return rearrange(padded, "b (n c) h ... -> n (b h) c ...", c=chunk)
 
     q, k, v = split(q_BTHK), split(k_BTHK), split(v_BTHV)
-    beta, g = split(beta_BTH)[..., None], split(g_BTH).cumsum(-1)
+    # float64: after one strong decay the float32 sum is too coarse for the differences of the weak ones behind it
+    beta, g = split(beta_BTH)[..., None], split(g_BTH).cumsum(-1, dtype=torch.float64)
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    ratio = (g[..., :, None] - g[..., None, :]).masked_fill(~lower, -torch.inf).exp()
-    decay = g.exp()[..., None]
+    ratio = (g[..., :, None] - g[..., None, :]).to(g_BTH.dtype).masked_fill_(~lower, -torch.inf).exp_()
+    decay = g.to(g_BTH.dtype).exp()[..., None]
     a = (k * beta) @ k.transpose(-1, -2) * ratio  # the solve reads its strictly lower part alone
     writes, reads = torch.linalg.solve_triangular(
         a, torch.cat((v * beta, k * (beta * decay)), -1), upper=False, unitriangular=True
     ).split([v.shape[-1], k.shape[-1]], -1)
     scores, decayed_q = q @ k.transpose(-1, -2) * ratio, q * decay
-    kept_k, last = k * (g[..., -1:] - g).exp()[..., None], decay[:, :, -1:]
+    kept_k, last = k * (g[..., -1:] - g).to(g_BTH.dtype).exp()[..., None], decay[:, :, -1:]
     state = state_BHKV.flatten(0, 1)
     outputs = []
     for n in range(q.shape[0]):
@@ -244,11 +250,13 @@ def delta_mix(
     v_BTHV = v_BTN.unflatten(-1, (config.value_heads, config.value_size)).float()
     beta_BTH, g_BTH = delta_gates(b_BTH, a_BTH, params.decay_H, params.dt_bias_H)
     if projected_BTN.shape[1] == 1:
-        operands = (x.squeeze(1) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH))
-        o_BHV, state_BHKV = delta_step(*operands, cache.state_BHKV)
+        q_BHK, k_BHK, v_BHV, g_BH, beta_BH = (x.squeeze(1) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH))
+        o_BHV, state_BHKV = delta_step(q_BHK, k_BHK, v_BHV, g_BH, beta_BH, cache.state_BHKV)
         o_BTHV = o_BHV[:, None]
     else:
         o_BTHV, state_BHKV = chunk_rule(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, cache.state_BHKV)
     write_delta_(cache, window_BWN, state_BHKV)
     z_BTHV = z_BTN.unflatten(-1, (config.value_heads, config.value_size))
-    return rms_norm_gated(o_BTHV.to(projected_BTN.dtype), z_BTHV, params.norm_V, eps=config.eps).flatten(-2)
+    # the readout stays float32 up to here: a large state overflows float16 before the norm could shrink it
+    y_BTHV = rms_norm_gated(o_BTHV, z_BTHV, params.norm_V, eps=config.eps)
+    return y_BTHV.to(projected_BTN.dtype).flatten(-2)

@@ -119,7 +119,7 @@ def apply_rotary(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, /) -> Tensor:
 
 
 def apply_rotary_interleaved(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, /) -> Tensor:
-    """Rotate channel pairs ``(2j, 2j + 1)`` of all channels and write them back in place.
+    """Rotate channel pairs ``(2j, 2j + 1)`` of all channels; each pair keeps its place.
 
     Args:
         x_BTHC: queries or keys, C = R.
