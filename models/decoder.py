@@ -38,7 +38,8 @@ class DecoderConfig:
     eps: float
     rope: RopeConfig
     tied: bool
-    window: int | None = None
+    window: int | None = None  # tokens that layers with a sliding window see, the token itself included
+    rotate_float32: bool = False  # cos and sin stay float32 instead of the model's dtype
 
 
 class LayerParams(NamedTuple):
@@ -68,7 +69,14 @@ class State(NamedTuple):
 
 
 def decoder_config(
-    raw: Raw, layer_kinds: tuple[str, ...], rope: RopeConfig, /, *, tied: bool = False, window: int | None = None
+    raw: Raw,
+    layer_kinds: tuple[str, ...],
+    rope: RopeConfig,
+    /,
+    *,
+    tied: bool = False,
+    window: int | None = None,
+    rotate_float32: bool = False,
 ) -> DecoderConfig:
     """Read the keys that all families share."""
     return DecoderConfig(
@@ -80,6 +88,7 @@ def decoder_config(
         rope=rope,
         tied=read_bool(raw, "tie_word_embeddings", tied),
         window=window,
+        rotate_float32=rotate_float32,
     )
 
 
@@ -93,9 +102,7 @@ def frame_params(
     return Params(embed_VD, layers, norm_D, head_VD)
 
 
-def make_state(
-    caches: tuple[Cache, ...], batch: int, rope: RopeConfig, /, *, device: torch.device
-) -> State:
+def make_state(caches: tuple[Cache, ...], batch: int, rope: RopeConfig, /, *, device: torch.device) -> State:
     """Put empty caches together with lengths of zero."""
     lengths_B = torch.zeros(batch, dtype=torch.int64, device=device)
     return State(caches, lengths_B, rotary_frequencies(rope).to(device))
@@ -161,7 +168,7 @@ def forward(
         state.inv_freq_R,
         tokens=tokens_BT.shape[1],
         slots=slots,
-        dtype=x_BTD.dtype,
+        dtype=torch.float32 if config.rotate_float32 else x_BTD.dtype,
         window=config.window,
         scale=config.rope.attention_factor,
     )

@@ -30,6 +30,7 @@ class AttentionConfig:
     head_size: int
     eps: float
     gated: bool = False  # sigmoid of a second half of q_proj multiplies the output
+    windowed: bool = False  # sees the sliding window only
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -135,9 +136,11 @@ def attention_mixer(
     qk_BTHC = apply_rotary(qk_BTHC, placement.cos_BTR, placement.sin_BTR)
     q_BTHC, k_BTJC = qk_BTHC.split([config.heads, config.kv_heads], 2)
     append_kv_(cache, k_BTJC, v_BTN.unflatten(-1, (-1, config.head_size)), placement.positions_BT)
-    visible = placement.mask_BTM.shape[-1]
+    mask_BTM = placement.window_mask_BTM if config.windowed else placement.mask_BTM
+    assert mask_BTM is not None
+    visible = mask_BTM.shape[-1]
     attend = kernels.attend_decode if x_BTD.shape[1] == 1 else kernels.attend_prefill
-    out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], placement.mask_BTM)
+    out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], mask_BTM)
     out_BTN = out_BTHC.flatten(-2)
     if config.gated:
         out_BTN = out_BTN * gate_BTN.sigmoid()

@@ -79,6 +79,8 @@ def _compile_lazily(name: str, function: Callable[..., Tensor], backend: str) ->
 _SYMBOLIC = {
     "k_BJMC": (0, 2),
     "v_BJMC": (0, 2),
+    "latent_BMR": (0, 1),
+    "window_mask_BTM": (0, 1, 2),
     "window_BWN": (0,),
     "state_BHKV": (0,),
     "positions_BT": (0, 1),
@@ -97,6 +99,6 @@ def _mark_sizes(x: Tensor, arguments: tuple[Any, ...]) -> None:
                 _mark(getattr(argument, name), dim)
 
 
-def _mark(tensor: Tensor, dim: int) -> None:
-    if tensor.shape[dim] > 1:
+def _mark(tensor: Tensor | None, dim: int) -> None:
+    if tensor is not None and tensor.shape[dim] > 1:
         torch._dynamo.mark_dynamic(tensor, dim)

@@ -6,7 +6,9 @@ from .attention import place_tokens as place_tokens
 from .cache import Cache as Cache
 from .cache import DeltaCache as DeltaCache
 from .cache import KVCache as KVCache
+from .cache import LatentCache as LatentCache
 from .cache import append_kv_ as append_kv_
+from .cache import append_latent_ as append_latent_
 from .cache import select_row as select_row
 from .cache import write_delta_ as write_delta_
 from .deltanet import DeltaConfig as DeltaConfig

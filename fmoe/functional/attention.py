@@ -20,6 +20,7 @@ class Placement(NamedTuple):
     cos_BTR: Tensor
     sin_BTR: Tensor
     mask_BTM: Tensor  # bool, True where the token may look; its width is the number of visible slots
+    window_mask_BTM: Tensor | None = None  # the same within the sliding window, where the model has one
 
 
 def place_tokens(
@@ -35,7 +36,7 @@ def place_tokens(
 ) -> Placement:
     """Place ``tokens`` new tokens behind the ``lengths`` that each row already has.
 
-    A token at position p may see slots (p - window, p]; without a window, [0, p].
+    A token at position p may see slots [0, p], and in layers with a sliding window slots (p - window, p].
 
     Args:
         lengths_B: int64, tokens already in the cache.
@@ -52,10 +53,11 @@ def place_tokens(
     positions_BT = lengths_B[:, None] + torch.arange(tokens, device=lengths_B.device)
     slots_M = torch.arange(slots, device=lengths_B.device)
     mask_BTM = slots_M <= positions_BT[..., None]
+    window_mask_BTM = None
     if window is not None:
-        mask_BTM &= slots_M > positions_BT[..., None] - window
+        window_mask_BTM = mask_BTM & (slots_M > positions_BT[..., None] - window)
     cos_BTR, sin_BTR = rotary_tables(positions_BT, inv_freq_R, dtype=dtype, scale=scale)
-    return Placement(positions_BT, cos_BTR, sin_BTR, mask_BTM)
+    return Placement(positions_BT, cos_BTR, sin_BTR, mask_BTM, window_mask_BTM)
 
 
 def attend(

@@ -2,7 +2,7 @@
 
 PyTorch cannot donate an input, so a new cache per step would be copied whole; hence in place, and returned.
 Letters: B sequences, T tokens, J kv heads, M cache slots, C head channels, W convolution taps, N mixed channels,
-H value heads, K key channels, V value channels of one head.
+H value heads, K key channels, V value channels of one head, R latent and rotary channels.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,13 @@ class DeltaCache(NamedTuple):
     state_BHKV: Tensor  # float32, whatever the model's dtype
 
 
-Cache = KVCache | DeltaCache
+class LatentCache(NamedTuple):
+    """What multi-head latent attention keeps: the normed latent, then the one rotated key that all heads share."""
+
+    latent_BMR: Tensor
+
+
+Cache = KVCache | DeltaCache | LatentCache
 
 
 def append_kv_(cache: KVCache, k_BTJC: Tensor, v_BTJC: Tensor, positions_BT: Tensor, /) -> KVCache:
@@ -43,6 +49,17 @@ def append_kv_(cache: KVCache, k_BTJC: Tensor, v_BTJC: Tensor, positions_BT: Ten
     rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
     cache.k_BJMC.transpose(1, 2).index_put_((rows_B1, positions_BT), k_BTJC)
     cache.v_BJMC.transpose(1, 2).index_put_((rows_B1, positions_BT), v_BTJC)
+    return cache
+
+
+def append_latent_(cache: LatentCache, latent_BTR: Tensor, positions_BT: Tensor, /) -> LatentCache:
+    """Write latents at their positions, in place; as ``append_kv_``.
+
+    Returns:
+        The same cache.
+    """
+    rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
+    cache.latent_BMR.index_put_((rows_B1, positions_BT), latent_BTR)
     return cache
 
 
