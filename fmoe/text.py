@@ -259,16 +259,12 @@ def _load_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _default_template(name: str, value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    named = {}
-    for entry in value if isinstance(value, list) else [value]:
-        fields = entry if isinstance(entry, dict) and isinstance(value, list) else {}
-        named[fields.get("name")] = fields.get("template")
-    if not all(isinstance(field, str) for field in (*named, *named.values())):
-        raise ValueError(
-            f"chat_template in {name} must be a string or a list of objects with name and template, got "
-            f"{type(value).__name__} {value!r:.80}; correct the file or add chat_template.jinja"
-        )
-    return named.get("default")
+    if isinstance(value, list) and all(isinstance(e, dict) and isinstance(e.get("template"), str) for e in value):
+        return {entry.get("name"): entry["template"] for entry in value}.get("default")
+    raise ValueError(
+        f"chat_template in {name} must be a string or a list of objects with name and template, got "
+        f"{type(value).__name__} {value!r:.80}; correct the file or add chat_template.jinja"
+    )
 
 
 def _encode(text: Text, prompt: str, *, add_special_tokens: bool) -> list[int]:
