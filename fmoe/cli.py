@@ -1,0 +1,365 @@
+"""The command ``fmoe``: generated text goes to standard output, everything else to standard error."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial, wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from .checkpoint import read_config
+from .generation import BATCH_SIZE, generate, stream
+from .info import describe
+from .model import Compile, Model, load, resolve_folder
+from .options import Defaults, resolve_options
+from .report import format_info
+from .text import load_text
+
+if find_spec("readline"):
+    import readline  # noqa: F401 (makes input() edit its line and remember earlier ones)
+
+LOG = logging.getLogger("fmoe")
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+COMPILE: Mapping[str, Compile] = {"auto": "auto", "on": True, "off": False}
+OWN = "[default: the checkpoint's own]"
+CHAT_HELP = "/reset forgets the conversation, /quit or end of input leaves, Ctrl-C stops a reply"
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def _remember(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Note a switch that may stand before or behind the command's name."""
+    if value:
+        context.meta[f"fmoe.{parameter.name}"] = True
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Put several options into one decorator, in their order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_switch = partial(click.option, is_flag=True, expose_value=False, callback=_remember)
+switches = _options(
+    _switch("-q", "--quiet", help="No log lines, progress bars or timings on standard error; errors only."),
+    _switch("--debug", help="Show the traceback of an error."),
+)
+loading = _options(
+    click.option("--model", "path", required=True, metavar="FOLDER", help="A checkpoint folder, or demo."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
+    click.option(
+        "--shared-experts",
+        type=click.Choice(["auto", "fused", "separate"]),
+        default="auto",
+        show_default=True,
+        help="Run shared experts as routed ones, or apart.",
+    ),
+    click.option(
+        "--compile",
+        type=click.Choice(list(COMPILE)),
+        default="auto",
+        show_default=True,
+        callback=lambda context, parameter, value: COMPILE[value],
+        help="auto compiles on a GPU and for long work.",
+    ),
+)
+sampling = _options(
+    click.option("--max-new-tokens", type=int, default=128, show_default=True, help="At most this many tokens."),
+    click.option("--temperature", type=float, help=f"0 is greedy. {OWN}"),
+    click.option("--top-p", type=float, help=f"Keep the likeliest tokens that reach this probability. {OWN}"),
+    click.option("--top-k", type=int, help=f"Keep the K likeliest tokens; 0 is off. {OWN}"),
+    click.option("--min-p", type=float, help=f"Keep tokens this likely, relative to the likeliest. {OWN}"),
+    click.option("--repetition-penalty", type=float, help=f"Above 1 makes tokens that occurred less likely. {OWN}"),
+    click.option("--seed", type=int, default=0, show_default=True, help="Prompt i is sampled with SEED + i."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after end-of-sequence tokens."),
+)
+
+
+def command(function: Command) -> Command:
+    """Run a command with log lines on standard error and errors as one message; the command gets ``quiet``."""
+
+    @wraps(function)
+    def run(**options: Any) -> None:
+        meta = click.get_current_context().meta
+        with _logged(quiet := bool(meta.get("fmoe.quiet"))), _reported(debug=bool(meta.get("fmoe.debug"))):
+            function(quiet=quiet, **options)
+
+    return run  # type: ignore[return-value]
+
+
+@contextmanager
+def _logged(quiet: bool) -> Iterator[None]:
+    """Send the lines of logger "fmoe" to standard error meanwhile."""
+    handler, level = logging.StreamHandler(sys.stderr), LOG.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.ERROR if quiet else logging.INFO)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(level)
+
+
+@contextmanager
+def _reported(*, debug: bool) -> Iterator[None]:
+    """Turn an error that a user can cause into its message and the exit status."""
+    try:
+        yield
+    except BrokenPipeError:
+        click.echo("Error: standard output was closed before the end", err=True)
+        raise  # click ends the process with status 1 and keeps Python from flushing once more
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        click.echo("Interrupted", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    except (ValueError, NotImplementedError, OSError, RuntimeError, MemoryError) as error:
+        if debug or isinstance(error, click.exceptions.Exit):
+            raise
+        raise click.ClickException(str(error) or type(error).__name__) from error
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="fmoe", prog_name="fmoe")
+@switches
+def main() -> None:
+    """Run mixture-of-experts language models."""
+
+
+class _Meter:
+    """Count the tokens of one sequence and note when they came: each is one call of the model's head."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.times: list[float] = []
+
+    def watch(self, model: Model) -> Model:
+        """Return the model with heads that report here."""
+
+        def watched(head: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            logits = head(*arguments, **options)
+            self.times.append(time.perf_counter())
+            return logits
+
+        eager, graphs = (replace(s, logits=partial(watched, s.logits)) for s in (model.eager, model.graphs))
+        return replace(model, eager=eager, graphs=graphs)
+
+    def summary(self) -> str:
+        """Say how many tokens came and how fast, the first one apart."""
+        count = len(self.times)
+        if count == 0:
+            return "0 tokens"
+        first, rest = self.times[0] - self.start, self.times[-1] - self.times[0]
+        speed = f", {(count - 1) / rest:.1f} tokens/s" if rest > 0 else ""
+        return f"{count} token{'s' if count > 1 else ''}{speed}, first token after {first:.2f} s"
+
+
+@main.command("generate")
+@click.argument("prompt", required=False)
+@click.option("--prompts-file", metavar="FILE", help="One prompt per line, all run in batches; - is standard input.")
+@loading
+@sampling
+@click.option("--logprobs", type=int, metavar="N", help="With --json: each token's log-probability and the N largest.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per completion and line.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=BATCH_SIZE, show_default=True, help="Prompts that run together."
+)
+@switches
+@command
+def generate_command(
+    prompt: str | None,
+    prompts_file: str | None,
+    path: str,
+    device: str,
+    dtype: str,
+    shared_experts: Any,
+    compile: Compile,
+    logprobs: int | None,
+    as_json: bool,
+    batch_size: int,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Continue PROMPT and stream the text; a PROMPT of - is read from standard input."""
+    if (prompt is None) == (prompts_file is None):
+        raise click.UsageError("give one of PROMPT and --prompts-file")
+    if logprobs is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json, there is no room for them in the text")
+    if prompts_file is not None:
+        prompts = _read_prompts(prompts_file)
+    else:
+        prompts = [_read_text("-").removesuffix("\n") if prompt == "-" else str(prompt)]
+    _check_options(logprobs=logprobs, **options)
+    model = _load(path, quiet, device=device, dtype=dtype, shared_experts=shared_experts, compile=compile)
+    if prompts_file is None and not as_json:
+        _stream_text(model, prompts[0], quiet, **options)
+        return
+    start = time.perf_counter()
+    done = generate(model, prompts, logprobs=logprobs, batch_size=batch_size, progress=_progress(quiet), **options)
+    seconds = time.perf_counter() - start
+    for i, completion in enumerate(done):
+        if as_json:
+            click.echo(json.dumps(asdict(completion)))
+        else:
+            click.echo(f"--- {i + 1} of {len(done)}: {prompts[i]!r}\n{completion.text}\n")
+    tokens = sum(len(completion.token_ids) for completion in done)
+    LOG.info("%d tokens of %d prompts, %.1f tokens/s", tokens, len(done), tokens / seconds)
+
+
+def _check_options(*, logprobs: int | None = None, **options: Any) -> None:
+    """Refuse what no model could take, before one is loaded."""
+    resolve_options(Defaults(), vocab_size=sys.maxsize, logprobs=logprobs, **options)
+
+
+def _progress(quiet: bool) -> bool | None:
+    return False if quiet else None
+
+
+def _load(path: str, quiet: bool, **options: Any) -> Model:
+    start = time.perf_counter()
+    model = load(path, progress=_progress(quiet), **options)
+    seconds = time.perf_counter() - start
+    name = str(model.dtype).removeprefix("torch.")
+    LOG.info("loaded %s in %.1f s: %s on %s", path, seconds, name, model.device)
+    return model
+
+
+def _stream_text(model: Model, prompt: Any, quiet: bool, **options: Any) -> None:
+    """Print a continuation piece by piece; the last line is ended whatever happens."""
+    meter = _Meter()
+    pieces = stream(meter.watch(model), prompt, **options)
+    try:
+        for piece in pieces:
+            click.echo(piece, nl=False)
+    except (KeyboardInterrupt, RuntimeError):
+        click.echo()
+        raise
+    click.echo()
+    LOG.info(meter.summary())
+
+
+def _read_text(file: str) -> str:
+    """Read UTF-8 from a file, or from standard input where its name is "-"."""
+    data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        name = "standard input" if file == "-" else file
+        raise ValueError(f"{name} is not UTF-8 at byte {error.start}; convert it") from error
+
+
+def _read_prompts(file: str) -> list[str]:
+    """Read one prompt per line; empty lines at the end are none."""
+    lines = _read_text(file).rstrip("\n").split("\n")
+    name = "standard input" if file == "-" else file
+    if lines == [""]:
+        raise ValueError(f"{name} holds no prompt; write one per line")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise ValueError(f"line {number} of {name} is empty; write one prompt per line")
+    return lines
+
+
+@main.command("chat")
+@loading
+@click.option("--system", metavar="TEXT", help="A first message that says how to answer.")
+@sampling
+@switches
+@command
+def chat_command(
+    path: str,
+    device: str,
+    dtype: str,
+    shared_experts: Any,
+    compile: Compile,
+    system: str | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Talk with a model: lines from standard input, its replies on standard output."""
+    folder = resolve_folder(path)
+    read_config(folder)  # says what is wrong with a folder that is no checkpoint
+    text = load_text(folder)
+    if text is None or text.chat_template is None:
+        missing = "tokenizer.json" if text is None else "chat template"
+        raise ValueError(f"{path} has no {missing}, so it cannot chat; use fmoe generate, or a chat model")
+    _check_options(**options)
+    model = _load(path, quiet, device=device, dtype=dtype, shared_experts=shared_experts, compile=compile)
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    stream(model, [*opening, {"role": "user", "content": "?"}], **options)  # raises where no turn could be run
+    LOG.info(CHAT_HELP)
+    messages = list(opening)
+    for line in _read_lines():
+        if line == "/quit":
+            break
+        if line == "/reset":
+            messages = list(opening)
+            LOG.info("the conversation is forgotten")
+        elif line == "/help":
+            click.echo(CHAT_HELP, err=True)
+        elif line:
+            messages = _take_turn(model, messages, line, **options)
+
+
+def _read_lines() -> Iterator[str]:
+    """Read lines until the end of input, with a mark to write behind where somebody types."""
+    mark = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    while True:
+        try:
+            yield input(mark).strip()
+        except EOFError:
+            return
+
+
+def _take_turn(model: Model, messages: list[dict[str, str]], line: str, **options: Any) -> list[dict[str, str]]:
+    """Stream the reply to one more message and return the longer conversation, or the old one where that fails."""
+    asked = [*messages, {"role": "user", "content": line}]
+    try:
+        pieces = stream(model, asked, **options)
+    except ValueError as error:
+        click.echo(f"Error: {error}. This message was dropped; /reset forgets the earlier ones", err=True)
+        return messages
+    said = "".join(_say(pieces))
+    if not said:
+        click.echo("There was no reply; this message was dropped", err=True)
+        return messages
+    return [*asked, {"role": "assistant", "content": said}]
+
+
+def _say(pieces: Iterable[str]) -> list[str]:
+    """Print a reply as it comes; Ctrl-C ends it, and what was said remains."""
+    said: list[str] = []
+    try:
+        for piece in pieces:
+            said.append(piece)
+            click.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        click.echo(" (stopped)", err=True, nl=False)
+    click.echo()
+    return said
+
+
+@main.command("info")
+@loading
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@switches
+@command
+def info_command(path: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Describe a model and what it needs on this machine, without loading its weights."""
+    info = describe(path, **options)
+    click.echo(json.dumps(asdict(info)) if as_json else format_info(info))

@@ -1,0 +1,338 @@
+"""What a checkpoint folder would be once loaded: layers, parameters, memory, and what runs here. No weight is read."""
+
+import os
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fmoe.compile.select import choose
+from fmoe.compile.step import cache_slots
+from fmoe.functional.kernels import Kernels
+from fmoe.functional.mlp import MLPParams
+from fmoe.functional.moe import MoEParams, SharedExperts, SharedPlan
+from fmoe.functional.routing import RouterConfig
+
+from .architectures import Architecture, FamilyConfig, Params, find_architecture, ignored_tensors
+from .checkpoint import INDEX, config_dtype, open_checkpoint, read_config, stored_dtype
+from .loading import check_params, count_params, make_meta_params, named_tensors
+from .model import CPU_COMPILE_TOKENS, Compile, resolve_folder, text_config
+from .placing import available_bytes, resolve_device, resolve_dtype
+
+USUAL_TOKENS = 4096
+PARTS = ("embedding", "head", "mixers", "dense MLPs", "routers", "routed experts", "shared experts", "norms")
+ROUTER_FIELDS = ("w_router_ED", "bias_E")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that are alike; experts, top_k and shared_slots are 0 in a dense layer."""
+
+    layers: tuple[int, ...]
+    kind: str  # of the mixer
+    mlp: str  # "dense" or "sparse"
+    width: int  # of the dense MLP or of one expert
+    experts: int
+    top_k: int
+    shared_width: int  # of all shared experts together
+    shared_slots: int  # slots of the expert stacks that hold them; 0 where they are run apart
+    shared: str  # how the shared experts are run, and why
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the parameters; ``active`` of them work on each token."""
+
+    name: str
+    params: int
+    active: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """What one sequence of ``tokens`` positions keeps between steps."""
+
+    tokens: int
+    kv_bytes: int  # caches, whose size depends on the number of tokens
+    recurrent_bytes: int  # states, whose size does not
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What would run here; a byte count is None where the machine does not tell it."""
+
+    device: str
+    dtype: str
+    kernels: dict[str, str]
+    compiled_kernels: dict[str, str]
+    compile: str
+    tokens: int  # length of the one sequence that needed_bytes counts
+    needed_bytes: int  # parameters and that sequence's state
+    free_bytes: int | None
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Everything ``fmoe info`` prints.
+
+    Parameters are counted as they lie in memory, a tied head once and draft (MTP) layers not at all. Active are all
+    but the routed experts that a token does not choose: embedding and head count in full, as published numbers do;
+    active_inner counts neither.
+    """
+
+    folder: str
+    family: str
+    model_type: str
+    weights: str  # what is in the folder
+    stored_dtype: str
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    groups: tuple[LayerGroup, ...]
+    params: int
+    active: int
+    active_inner: int
+    bytes: int
+    parts: tuple[Part, ...]
+    state: tuple[StateMemory, ...]
+    machine: Machine
+
+
+def describe(
+    path: str | os.PathLike[str],
+    /,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    shared_experts: SharedExperts = "auto",
+    compile: Compile = "auto",
+) -> ModelInfo:
+    """Work out what ``fmoe.load`` with the same arguments would give, from config.json and the shards' headers.
+
+    A folder with config.json alone is enough. Weights that do not fit the config are no error here; ``weights`` says
+    what is wrong with them.
+
+    Raises:
+        ValueError, NotImplementedError: config.json cannot be used.
+        FileNotFoundError: there is none.
+        RuntimeError: ``device`` is not there.
+    """
+    folder = resolve_folder(path)
+    raw = read_config(folder)
+    architecture = find_architecture(raw)
+    config = architecture.parse_config(text_config(raw), shared_experts=shared_experts)
+    weights = _find_weights(folder, architecture, config, raw)
+    target = resolve_device(device)
+    params, resolved = _plan_params(architecture, config, weights, dtype, target)
+    parts = _split_parts(params, config)
+    state = _measure_state(architecture, config, resolved)
+    size = sum(part.bytes for part in parts)
+    return ModelInfo(
+        folder=str(folder),
+        family=getattr(architecture, "__name__", "").rpartition(".")[2],
+        model_type=str(raw.get("model_type")),
+        weights=weights.note,
+        stored_dtype=_short(weights.dtype),
+        hidden_size=config.decoder.hidden_size,
+        vocab_size=config.decoder.vocab_size,
+        max_context=config.decoder.max_context,
+        groups=_group_layers(params, config),
+        params=sum(part.params for part in parts),
+        active=sum(part.active for part in parts),
+        active_inner=sum(part.active for part in parts if part.name not in ("embedding", "head")),
+        bytes=size,
+        parts=parts,
+        state=state,
+        machine=_describe_machine(target, resolved, compile, size, state),
+    )
+
+
+class _Weights(NamedTuple):
+    note: str
+    dtype: torch.dtype
+    names: Container[str]
+
+
+def _build(architecture: Architecture, config: FamilyConfig, fill: Any) -> Params:
+    return architecture.build_params(fill, config)
+
+
+def _find_weights(folder: Path, architecture: Architecture, config: FamilyConfig, raw: Mapping[str, Any]) -> _Weights:
+    """Read the headers, if there are any, and say whether they agree with config.json."""
+    named = config_dtype(raw)
+    names: Container[str] = frozenset()
+    if not (folder / INDEX).exists() and not any(folder.glob("*.safetensors")):
+        note = "none in the folder" + ("" if named else "; config.json names no dtype, bfloat16 is assumed")
+        return _Weights(note, named or torch.bfloat16, names)
+    try:
+        checkpoint = open_checkpoint(folder)
+        names, stored = checkpoint.tensors, stored_dtype(checkpoint)
+        ignore = ignored_tensors(config.decoder)
+        report = check_params(partial(_build, architecture, config), checkpoint, dtype=stored, ignore=ignore)
+    except (ValueError, NotImplementedError, OSError) as error:
+        return _Weights(f"these cannot be loaded: {error}", named or torch.bfloat16, names)
+    unused = f"; {len(report.ignored)} more are not used" if report.ignored else ""
+    note = f"{report.read} tensors ({format_bytes(report.read_bytes)}) that agree with config.json{unused}"
+    return _Weights(note, stored, names)
+
+
+def _plan_params(
+    architecture: Architecture,
+    config: FamilyConfig,
+    weights: _Weights,
+    dtype: str | torch.dtype,
+    device: torch.device,
+) -> tuple[Params, torch.dtype]:
+    """Return the parameters on the meta device, in the dtype in which they would be loaded, and that dtype."""
+    build = partial(_build, architecture, config)
+    params = make_meta_params(build, dtype=weights.dtype, names=weights.names)
+    resolved = resolve_dtype(dtype, stored=weights.dtype, num_params=count_params(params)[0], device=device)
+    if resolved != weights.dtype:
+        params = make_meta_params(build, dtype=resolved, names=weights.names)
+    return params, resolved
+
+
+def _per_layer(config: FamilyConfig, kind: type[T]) -> list[T | None]:
+    """Find a family's value of one kind, or its one per layer, among the fields of its config."""
+    count = len(config.decoder.layer_kinds)
+    for field in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if isinstance(value, kind):
+            return [value] * count
+        if isinstance(value, tuple) and len(value) == count and any(isinstance(item, kind) for item in value):
+            return [item if isinstance(item, kind) else None for item in value]
+    return [None] * count
+
+
+def _group_layers(params: Params, config: FamilyConfig) -> tuple[LayerGroup, ...]:
+    """Describe each layer by its parameters' shapes and put equal layers together, in order of appearance."""
+    routers, plans = _per_layer(config, RouterConfig), _per_layer(config, SharedPlan)
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for i, (kind, layer) in enumerate(zip(config.decoder.layer_kinds, params.layers, strict=True)):
+        mlp, router, plan = layer.mlp, routers[i], plans[i]
+        if isinstance(mlp, MLPParams):
+            key: tuple[Any, ...] = (kind, "dense", mlp.w_down_DF.shape[-1], 0, 0, 0, 0, "no shared expert")
+        else:
+            assert router is not None
+            width, slots = mlp.w_down_EDF.shape[-1], mlp.w_down_EDF.shape[0] - router.num_experts
+            shared_width = slots * width if mlp.shared is None else mlp.shared.mlp.w_down_DF.shape[-1]
+            reason = "" if plan is None else plan.reason
+            key = (kind, "sparse", width, router.num_experts, router.top_k, shared_width, slots, reason)
+        found.setdefault(key, []).append(i)
+    return tuple(LayerGroup(tuple(layers), *key) for key, layers in found.items())
+
+
+def _split_parts(params: Params, config: FamilyConfig) -> tuple[Part, ...]:
+    """Add up parameters by part."""
+    totals: dict[str, list[int]] = {}
+    for name, tensor, numel, active in _count_tensors(params, config):
+        total = totals.setdefault(name, [0, 0, 0])
+        for i, amount in enumerate((numel, active, numel * tensor.dtype.itemsize)):
+            total[i] += amount
+    ordered = sorted(totals, key=lambda name: PARTS.index(name.partition(",")[0]))
+    return tuple(Part(name, *totals[name]) for name in ordered)
+
+
+def _count_tensors(params: Params, config: FamilyConfig) -> Iterator[tuple[str, torch.Tensor, int, int]]:
+    """Yield (part, tensor, its elements in that part, those of them that are active)."""
+    whole = [("embedding", params.embed_VD), ("norms", params.norm_D)]
+    if params.head_VD is not params.embed_VD:
+        whole.append(("head", params.head_VD))
+    routers = _per_layer(config, RouterConfig)
+    for kind, router, layer in zip(config.decoder.layer_kinds, routers, params.layers, strict=True):
+        for path, tensor in named_tensors(layer):
+            field, _, rest = path.partition(".")
+            if field == "mixer":
+                whole.append((f"mixers, {kind}", tensor))
+            elif field != "mlp":
+                whole.append(("norms", tensor))
+            elif not isinstance(layer.mlp, MoEParams):
+                whole.append(("dense MLPs", tensor))
+            elif rest.startswith("shared."):
+                whole.append(("shared experts", tensor))
+            else:
+                assert router is not None, "a family with sparse layers has a RouterConfig in its Config"
+                yield from _split_rows(rest, tensor, router)
+    for name, tensor in whole:
+        yield name, tensor, tensor.numel(), tensor.numel()
+
+
+def _split_rows(field: str, tensor: torch.Tensor, router: RouterConfig) -> Iterator[tuple[str, torch.Tensor, int, int]]:
+    """Part the rows of a router or a stack: the first E are the routed experts', the rest the shared experts'."""
+    count, row = router.num_experts, tensor.numel() // tensor.shape[0]
+    if field in ROUTER_FIELDS:
+        yield "routers", tensor, count * row, count * row
+    else:
+        yield "routed experts", tensor, count * row, router.top_k * row
+    shared = tensor.numel() - count * row
+    if shared:
+        yield "shared experts", tensor, shared, shared
+
+
+def _measure_state(architecture: Architecture, config: FamilyConfig, dtype: torch.dtype) -> tuple[StateMemory, ...]:
+    """Measure one sequence's caches at 1 token, at the usual length and at the whole context."""
+    limit = config.decoder.max_context
+
+    def measure(slots: int) -> list[int]:
+        state = architecture.init_state(config, 1, slots, dtype=dtype, device=torch.device("meta"))
+        return [tensor.nbytes for _, tensor in named_tensors(state.caches)]
+
+    grows = [small != large for small, large in zip(measure(64), measure(2 * cache_slots(limit)), strict=True)]
+    found = []
+    for tokens in sorted({1, min(USUAL_TOKENS, limit), limit}):
+        sizes = measure(cache_slots(tokens))
+        kv = sum(size for size, grown in zip(sizes, grows, strict=True) if grown)
+        found.append(StateMemory(tokens, kv, sum(sizes) - kv))
+    return tuple(found)
+
+
+def _describe_machine(
+    device: torch.device, dtype: torch.dtype, compile: Compile, size: int, state: tuple[StateMemory, ...]
+) -> Machine:
+    usual = next(s for s in reversed(state) if s.tokens <= USUAL_TOKENS)
+    needed = size + usual.kv_bytes + usual.recurrent_bytes
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    return Machine(
+        device=name,
+        dtype=_short(dtype),
+        kernels=_name_kernels(choose(device, compiled=False)),
+        compiled_kernels=_name_kernels(choose(device, compiled=True)),
+        compile=_compile_policy(compile, device),
+        tokens=usual.tokens,
+        needed_bytes=needed,
+        free_bytes=free,
+        fits=None if free is None else needed <= free,
+    )
+
+
+def _compile_policy(compile: Compile, device: torch.device) -> str:
+    if compile != "auto":
+        return "compiled, as requested" if compile else "uncompiled, as requested"
+    if device.type != "cpu":
+        return "auto: compiled"
+    return f"auto: uncompiled, on a CPU; compiled for work of {CPU_COMPILE_TOKENS:,} tokens and more"
+
+
+def _name_kernels(kernels: Kernels) -> dict[str, str]:
+    chosen = {field.name: getattr(kernels, field.name) for field in fields(kernels)}
+    return {name: str(getattr(function, "__name__", function)) for name, function in chosen.items()}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def format_bytes(size: int, /) -> str:
+    """Write a size in binary units, such as 1.50 GiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.2f} {unit}"
+    return f"{size} B"

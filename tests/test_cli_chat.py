@@ -1,0 +1,139 @@
+"""``fmoe chat``: what is sent to the model turn by turn, and what reaches which stream."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import fmoe
+from fmoe import cli
+from fmoe.model import resolve_folder
+
+DEMO = resolve_folder("demo")
+SHORT = ("--max-new-tokens", "5", "--temperature", "0")
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def run(*arguments: str, stdin: str) -> Result:
+    return CliRunner().invoke(cli.main, [*arguments], input=stdin)
+
+
+@pytest.fixture(scope="module")
+def model() -> fmoe.Model:
+    return fmoe.load("demo")
+
+
+@pytest.fixture
+def loaded(model: fmoe.Model, monkeypatch: pytest.MonkeyPatch) -> fmoe.Model:
+    """Let the command take the demo model that is loaded already."""
+    monkeypatch.setattr(cli, "load", lambda path, **options: model)
+    return model
+
+
+def link_demo(folder: Path, *, without: tuple[str, ...] = ()) -> Path:
+    for file in DEMO.iterdir():
+        if file.name not in without:
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+@pytest.fixture
+def chat_folder(tmp_path: Path) -> Path:
+    link_demo(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def test_chat_keeps_the_conversation(chat_folder: Path, model: fmoe.Model) -> None:
+    result = run("chat", "--model", str(chat_folder), *SHORT, "--system", "be brief", stdin="Who art thou?\n\nWhy?\n")
+    assert result.exit_code == 0
+    chat = "system: be brief\nuser: Who art thou?\nassistant:"
+    [first] = fmoe.generate(model, chat, max_new_tokens=5, temperature=0)
+    [second] = fmoe.generate(
+        model,
+        f"{chat[: -len('assistant:')]}assistant: {first.text}\nuser: Why?\nassistant:",
+        max_new_tokens=5,
+        temperature=0,
+    )
+    assert result.stdout == f"{first.text}\n{second.text}\n"
+
+
+class Talk:
+    """Stand in for stream: remember the messages, and reply with what was prepared."""
+
+    def __init__(self, *replies: list[str | BaseException] | Exception) -> None:
+        self.replies = iter([["probe"], *replies])
+        self.asked: list[list[str]] = []
+
+    def __call__(self, model: fmoe.Model, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
+        reply = next(self.replies)
+        self.asked.append([message["content"] for message in messages])
+        if isinstance(reply, Exception):
+            raise reply
+        return self.say(reply)
+
+    def say(self, reply: list[str | BaseException]) -> Iterator[str]:
+        for piece in reply:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+
+@pytest.fixture
+def chat(chat_folder: Path, loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a chat with prepared replies; gives the talk and the result."""
+
+    def talk(replies: list[Any], stdin: str, *arguments: str) -> tuple[Talk, Result]:
+        stand_in = Talk(*replies)
+        monkeypatch.setattr(cli, "stream", stand_in)
+        return stand_in, run("-q", "chat", "--model", str(chat_folder), *arguments, stdin=stdin)
+
+    return talk
+
+
+def test_chat_reset_keeps_the_system_prompt(chat: Any) -> None:
+    talk, result = chat([["A"], ["B"]], "one\n/reset\ntwo\n/quit\nthree\n", "--system", "S")
+    assert talk.asked[1:] == [["S", "one"], ["S", "two"]]
+    assert result.stdout == "A\nB\n"
+    assert result.exit_code == 0
+
+
+def test_chat_interrupt_keeps_what_was_said(chat: Any) -> None:
+    talk, result = chat([["so", " far", KeyboardInterrupt()], ["B"]], "one\ntwo\n")
+    assert talk.asked[1:] == [["one"], ["one", "so far", "two"]]
+    assert result.stdout == "so far\nB\n"
+    assert result.exit_code == 0
+
+
+def test_chat_drops_a_turn_without_reply(chat: Any) -> None:
+    talk, result = chat([[KeyboardInterrupt()], ["B"]], "one\ntwo\n")
+    assert talk.asked[1:] == [["one"], ["two"]]
+    assert "dropped" in result.stderr
+
+
+def test_chat_drops_a_turn_that_does_not_fit(chat: Any) -> None:
+    talk, result = chat([["A"], ValueError("too long"), ["C"]], "one\nlong\nthree\n")
+    assert talk.asked[1:] == [["one"], ["one", "A", "long"], ["one", "A", "three"]]
+    assert result.stdout == "A\nC\n"
+    assert result.stderr == "Error: too long. This message was dropped; /reset forgets the earlier ones\n"
+
+
+def test_chat_tells_of_an_overflow(chat_folder: Path) -> None:
+    result = run("-q", "chat", "--model", str(chat_folder), *SHORT, stdin="x " * 5000 + "\nhello\n")
+    assert result.exit_code == 0
+    assert "context of 4096" in result.stderr
+    assert "was dropped" in result.stderr
+    assert result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("without", "message"), [((), "has no chat template"), (("tokenizer.json",), "has no tokenizer.json")]
+)
+def test_chat_needs_a_template(tmp_path: Path, without: tuple[str, ...], message: str) -> None:
+    link_demo(tmp_path, without=without)
+    result = run("chat", "--model", str(tmp_path), stdin="hello\n")
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stdout == ""
