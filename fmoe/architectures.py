@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from fmoe.functional import Kernels
-from fmoe.models import qwen3_next
+from fmoe.models import deepseek_v2, deepseek_v3, qwen3_next
 from fmoe.models.decoder import DecoderConfig as DecoderConfig
 from fmoe.models.decoder import Layers as Layers
 from fmoe.models.decoder import Params as Params
@@ -46,14 +46,12 @@ class Architecture(Protocol):
         """Give one function per layer kind."""
         ...
 
-    def init_state(
-        self, config: Any, batch: int, slots: int, /, *, dtype: torch.dtype, device: torch.device
-    ) -> State:
+    def init_state(self, config: Any, batch: int, slots: int, /, *, dtype: torch.dtype, device: torch.device) -> State:
         """Make an empty state."""
         ...
 
 
-KNOWN: tuple[Architecture, ...] = (qwen3_next,)
+KNOWN: tuple[Architecture, ...] = (qwen3_next, deepseek_v2, deepseek_v3)
 
 
 def find_architecture(raw: Mapping[str, Any], /) -> Architecture:

@@ -1,0 +1,52 @@
+"""DeepSeek-V3, R1 and Kimi-K2: DeepSeek-V2's layers with sigmoid scores and a bias that balances the experts.
+
+Source: the published config.json of DeepSeek-V3 and Kimi-K2-Instruct; arXiv:2412.19437. Kimi-K2 calls itself
+``kimi_k2`` and names DeepseekV3ForCausalLM as its architecture. The draft layers that
+``num_nextn_predict_layers`` counts stand behind ``num_hidden_layers`` and are left alone.
+"""
+
+from fmoe.functional.moe import SharedExperts
+from fmoe.functional.routing import RouterConfig
+
+from .deepseek_v2 import Config as Config
+from .deepseek_v2 import build_params as build_params
+from .deepseek_v2 import init_state as init_state
+from .deepseek_v2 import latent_rope, make_config
+from .deepseek_v2 import make_layers as make_layers
+from .mla import latent_config
+from .settings import Raw, read_bool, read_float, read_int, require
+
+MODEL_TYPES: tuple[str, ...] = ("deepseek_v3", "kimi_k2")
+ARCHITECTURES: tuple[str, ...] = ("DeepseekV3ForCausalLM",)
+BIAS = "gate.e_score_correction_bias"
+
+
+def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
+    """Read config.json; values that are not implemented are refused by name."""
+    rope = latent_rope(raw)
+    return make_config(
+        raw,
+        rope,
+        latent_config(raw, rope, interleaved=read_bool(raw, "rope_interleave", True)),
+        read_router(raw),
+        shared_experts=shared_experts,
+        dense_layers=read_int(raw, "first_k_dense_replace", 3),
+        bias=BIAS,
+    )
+
+
+def read_router(raw: Raw) -> RouterConfig:
+    """Read V3's rule: sigmoid scores, chosen with the bias among the best groups, weighed without it."""
+    require(raw, {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)})
+    return RouterConfig(
+        num_experts=read_int(raw, "n_routed_experts"),
+        top_k=read_int(raw, "num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalize=read_bool(raw, "norm_topk_prob", True),
+        sum_eps=1e-20,
+        scale=read_float(raw, "routed_scaling_factor", 2.5),
+        groups=read_int(raw, "n_group"),
+        groups_kept=read_int(raw, "topk_group"),
+        group_score="top2",
+        float32_logits=True,
+    )
