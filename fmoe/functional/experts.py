@@ -120,15 +120,14 @@ def compute_experts_loop(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, 
     Returns:
         A tensor like x; the formula of ``compute_experts_grouped``.
     """
-    y_TD = torch.empty_like(x_TD)
-    for row, (weights_K, experts) in enumerate(zip(routing.weights_TK, routing.experts_TK.tolist(), strict=True)):
-        x_D = x_TD[row]
+    if x_TD.shape[0] == 0:
+        return torch.empty_like(x_TD)
+    rows: list[Tensor] = []
+    for x_D, experts in zip(x_TD, routing.experts_TK.tolist(), strict=True):
         hidden_KF = swiglu(torch.stack([torch.mv(w_gate_up_EPD[e], x_D) for e in experts]))
-        total_D = torch.zeros_like(x_D, dtype=torch.float32)
-        for weight, e, hidden_F in zip(weights_K.tolist(), experts, hidden_KF, strict=True):
-            total_D = total_D.add_(torch.mv(w_down_EDF[e], hidden_F), alpha=weight)
-        y_TD[row] = total_D
-    return y_TD
+        rows += [torch.mv(w_down_EDF[e], hidden_F) for e, hidden_F in zip(experts, hidden_KF.unbind(), strict=True)]
+    rows_TKD = torch.stack(rows).float().unflatten(0, routing.weights_TK.shape)
+    return torch.bmm(routing.weights_TK[:, None], rows_TKD).squeeze(1).to(x_TD.dtype)
 
 
 def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:

