@@ -6,8 +6,8 @@ from functools import partial
 from .text import Text, decode
 
 _REPLACEMENT = "\ufffd"
-# A character has at most four bytes and a token at least one: four tokens hold all that later ones can complete.
-_TAIL_TOKENS = 4
+# An unfinished character has at most three bytes and a token at least one: three tokens hold all of it.
+_TAIL_TOKENS = 3
 _MAX_TAIL_TOKENS = 16
 
 
@@ -82,7 +82,7 @@ class StreamDecoder:
             if text:
                 self._window, self._text, self._context, self._given = recent, text, len(recent), len(text)
         elif len(self._window) > _MAX_TAIL_TOKENS:
-            # broken bytes without end: UTF-8 finds its feet again within four bytes, wherever decoding starts
+            # broken bytes without end: wherever decoding starts, UTF-8 reads right from the next first byte on
             self._window, self._context = self._window[-_TAIL_TOKENS:], 0
             self._text = self._decode(self._window)
             self._given = len(self._text) - 1

@@ -188,6 +188,17 @@ def test_stream_shows_broken_bytes_once_the_sequence_moves_on(texts):
     assert stream(text, [crab[3], 0])[:2] == (["", ""], "\ufffd")  # ended by <|endoftext|> in mid-character
 
 
+@pytest.mark.parametrize("byte", [b"\x80", b"\xf0", b"\xff"], ids=repr)
+@pytest.mark.parametrize("char", ["é", "你", "🦀"])
+def test_stream_finds_the_characters_after_long_runs_of_broken_bytes(texts, char, byte):
+    text = texts["byte-fallback"]
+    for run in range(40):
+        ids = [text.tokenizer.token_to_id(f"<0x{b:02X}>") for b in byte * run + char.encode() * 2]
+        pieces, rest, _ = stream(text, ids)
+        assert "".join(pieces) == "\ufffd" * run + char * 2
+        assert rest == ""
+
+
 @FAMILIES
 def test_stream_decodes_a_short_window_only(texts, family):
     text, longest, calls = texts[family], 0, 0
@@ -210,6 +221,15 @@ def test_stream_takes_a_plain_function():
     decoder = StreamDecoder(lambda ids: "".join(chr(i) for i in ids), ["cd"])
     assert [decoder.push(ord(c)) for c in "abcxcd"] == ["a", "b", "", "cx", "", ""]
     assert decoder.stopped
+
+
+def test_stream_suits_a_function_that_strips_several_spaces():
+    def strip_two(ids):
+        whole = "".join(chr(i) for i in ids)
+        return whole[min(2, len(whole) - len(whole.lstrip(" "))) :]
+
+    decoder = StreamDecoder(strip_two)
+    assert [decoder.push(ord(c)) for c in "   a  b   c"] == ["", "", *" a  b   c"]
 
 
 def test_stream_gives_nothing_after_a_stop(texts):
