@@ -323,6 +323,8 @@ def _read_lines() -> Iterator[str]:
         try:
             yield input(mark).strip()
         except EOFError:
+            if mark:
+                click.echo()  # the shell's own mark comes on a line of its own
             return
 
 
