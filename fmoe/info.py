@@ -114,15 +114,10 @@ def describe(
     shared_experts: SharedExperts = "auto",
     compile: Compile = "auto",
 ) -> ModelInfo:
-    """Work out what ``fmoe.load`` with the same arguments would give, from config.json and the shards' headers.
+    """Work out what ``fmoe.load`` would give, from config.json and, where there are weights, the shards' headers.
 
-    A folder with config.json alone is enough. Weights that do not fit the config are no error here; ``weights`` says
-    what is wrong with them.
-
-    Raises:
-        ValueError, NotImplementedError: config.json cannot be used.
-        FileNotFoundError: there is none.
-        RuntimeError: ``device`` is not there.
+    Weights that do not fit the config are no error here; ``weights`` says what is wrong with them. Every other error
+    is as in ``fmoe.load``.
     """
     folder = resolve_folder(path)
     raw = read_config(folder)
@@ -131,8 +126,7 @@ def describe(
     weights = _find_weights(folder, architecture, config, raw)
     target = resolve_device(device)
     params, resolved = _plan_params(architecture, config, weights, dtype, target)
-    parts = _split_parts(params, config)
-    state = _measure_state(architecture, config, resolved)
+    parts, state = _split_parts(params, config), _measure_state(architecture, config, resolved)
     size = sum(part.bytes for part in parts)
     return ModelInfo(
         folder=str(folder),
