@@ -68,7 +68,8 @@ class RouterConfig:
             raise ValueError(f"topk_group={self.groups_kept} must be in 1..n_group={self.groups}; check config.json")
         if self.groups > 1 and self.scoring.startswith("chosen"):
             raise NotImplementedError(
-                f"n_group={self.groups} with scoring={self.scoring!r} is not built; groups need softmax or sigmoid scores"
+                f"n_group={self.groups} with scoring={self.scoring!r} is not built; "
+                "groups need softmax or sigmoid scores"
             )
         size = self.num_experts // self.groups
         if self.groups_kept * size < self.top_k:
@@ -94,7 +95,8 @@ def select_largest(values_TE: Tensor, k: int, /) -> Tensor:
     """Find the k largest entries of each row; equal values go to the lowest index.
 
     Few values are sorted stably. Many are mapped to integers of the same order with the index below them, so that
-    one integer top-k decides ties: five times faster than the sort at E = 512, five times slower at E = 16. NaN counts as larger than every number, hence a row of NaN gives 0..k-1, and no row affects another.
+    one integer top-k decides ties: five times faster than the sort at E = 512, five times slower at E = 16. NaN counts
+    as larger than every number, hence a row of NaN gives 0..k-1, and no row affects another.
 
     Args:
         values_TE: compared in float32; -0 and +0 are equal.
@@ -129,7 +131,7 @@ def keep_best_groups(values_TE: Tensor, /, *, groups: int, kept: int, group_scor
 
     Source: arXiv:2405.04434, section 2.2.2 (max); arXiv:2412.19437, section 2.1.2 (top2).
     """
-    grouped_TGE = values_TE.unflatten(-1, (groups, -1))
+    grouped_TGE: Tensor = values_TE.unflatten(-1, (groups, -1))
     if group_score == "max":
         scores_TG, dropped = grouped_TGE.amax(-1), 0.0
     else:

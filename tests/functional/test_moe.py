@@ -132,7 +132,7 @@ def test_plan_shared_experts(count, size, requested):
         expected = SharedPlan(0, width, f"separate: shared width {size} is not a multiple of the expert width 16")
     elif slots is None:
         with pytest.raises(
-            ValueError, match="'fused' is not possible: shared width 24 is not a multiple .* width 16; use"
+            ValueError, match=r"'fused' is not possible: shared width 24 is not a multiple .* width 16; use"
         ):
             plan_shared_experts(count, size, 16, requested=requested)
         return
