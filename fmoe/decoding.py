@@ -3,8 +3,10 @@
 Letters: B rows, T tokens, D hidden, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,11 +82,12 @@ def decode_batch(
     *,
     first_row: int = 0,
     chunk: int = PREFILL_CHUNK,
+    is_active: Callable[[int], bool] = lambda row: True,
 ) -> Iterator[list[Token]]:
     """Generate one token per row and turn, until max_new_tokens or until the caller stops asking.
 
     Row i is sampled with seed + first_row + i and the number of tokens it has, so its tokens do not depend on the
-    other rows.
+    other rows. NaN in a row that is no longer active concerns nobody.
 
     Yields:
         One Token per row.
@@ -95,21 +98,18 @@ def decode_batch(
     lengths = [len(ids) for ids in prompts]
     longest = max(lengths)
     state = new_state(model, len(prompts), longest + options.max_new_tokens)
-    logits_BV = torch.cat(
-        [prefill_row(model, steps, ids, state, row, chunk=chunk) for row, ids in enumerate(prompts)]
-    )
+    logits_BV = torch.cat([prefill_row(model, steps, ids, state, row, chunk=chunk) for row, ids in enumerate(prompts)])
     state = state._replace(lengths_B=torch.tensor(lengths, dtype=torch.int64, device=model.device))
     choose = _Chooser(model, prompts, options, first_row)
     generated: list[list[int]] = [[] for _ in prompts]
+    tokens_B = state.lengths_B  # before the first turn, none
     for n in range(options.max_new_tokens):
         if n > 0:
             x_B1D, state = run(model, steps, tokens_B[:, None], state, visible=longest + n)
             logits_BV = compute_head(model, steps, x_B1D[:, -1])
-        tokens_B, records = choose(logits_BV, n)
-        broken = [row for row, token in enumerate(records) if token is None]
-        if broken:
-            raise RuntimeError(explain_nan(model, [*prompts[broken[0]], *generated[broken[0]]], steps, chunk=chunk))
-        tokens = [token for token in records if token is not None]
+        tokens_B, tokens, broken = choose(logits_BV, n)
+        for row in filter(is_active, broken):
+            raise RuntimeError(explain_nan(model, [*prompts[row], *generated[row]], steps, chunk=chunk))
         for ids, token in zip(generated, tokens, strict=True):
             ids.append(token.id)
         yield tokens
@@ -139,8 +139,8 @@ class _Chooser:
             for row, ids in enumerate(prompts):
                 self.seen_BV[row, torch.tensor(ids, device=model.device)] = True
 
-    def __call__(self, logits_BV: Tensor, n: int, /) -> tuple[Tensor, list[Token | None]]:
-        """Return tokens_B and one Token per row, None where the row's logits hold NaN."""
+    def __call__(self, logits_BV: Tensor, n: int, /) -> tuple[Tensor, list[Token], list[int]]:
+        """Return tokens_B, one Token per row, and the rows whose logits hold NaN."""
         options, raw_BV = self.options, logits_BV
         if self.seen_BV is not None:
             logits_BV = penalize_repetition(logits_BV, self.seen_BV, self.params.repetition_penalty_B)
@@ -153,52 +153,53 @@ class _Chooser:
             mark_seen_(self.seen_BV, tokens_B)
         # NaN shows in the sum; one transfer brings tokens and flags to the host.
         flags_B = raw_BV.sum(-1).isnan()
-        ids, broken = torch.stack((tokens_B, flags_B.long())).tolist()
+        ids, flags = torch.stack((tokens_B, flags_B.long())).tolist()
+        broken = [row for row, flag in enumerate(flags) if flag]
         if options.logprobs is None:
-            return tokens_B, [None if bad else Token(i, None, ()) for i, bad in zip(ids, broken, strict=True)]
+            return tokens_B, [Token(i, None, ()) for i in ids], broken
         own_B, top_ids_Bn, top_Bn = token_logprobs(raw_BV, tokens_B, n=options.logprobs)
-        rows = zip(ids, broken, own_B.tolist(), top_ids_Bn.tolist(), top_Bn.tolist(), strict=True)
-        return tokens_B, [
-            None if bad else Token(i, own, tuple(zip(top_ids, top, strict=True)))
-            for i, bad, own, top_ids, top in rows
-        ]
+        rows = zip(ids, own_B.tolist(), top_ids_Bn.tolist(), top_Bn.tolist(), strict=True)
+        tokens = [Token(i, own, tuple(zip(top_ids, top, strict=True))) for i, own, top_ids, top in rows]
+        return tokens_B, tokens, broken
 
 
 def explain_nan(model: Model, ids: Sequence[int], steps: Steps, /, *, chunk: int) -> str:
-    """Replay a row uncompiled from its first token and say which layer first gives NaN."""
+    """Replay a row uncompiled from its first token and say where NaN first shows."""
     state = new_state(model, 1, len(ids))
     tokens_1T = torch.tensor([ids], dtype=torch.int64, device=model.device)
-    found: list[str] = []
-
-    def watch(index: int, kind: str, x: Tensor) -> None:
-        if not found and bool(x.isnan().any()):
-            found.append(f"layer {index} ({kind})")
-
-    kinds = model.config.decoder.layer_kinds
     for start in range(0, len(ids), chunk):
-        counter = iter(enumerate(kinds))
-
-        def spy(kind: str, counter: Iterator[tuple[int, str]] = counter):  # type: ignore[no-untyped-def]
-            def layer(*arguments):  # type: ignore[no-untyped-def]
-                x = model.eager.layers[kind](*arguments)
-                index, _ = next(counter)
-                watch(index, kind, x)
-                return x
-
-            return layer
-
-        layers = {kind: spy(kind) for kind in set(kinds)}
         end = min(start + chunk, len(ids))
-        x, state = forward(
-            tokens_1T[:, start:end], model.params, state, model.config.decoder, layers, slots=visible_slots(end)
-        )
-    where = found[0] if found else None
-    if where is None and bool(compute_head(model, model.eager, x[:, -1]).isnan().any()):
+        where, x_1TD, state = _run_until_nan(model, tokens_1T[:, start:end], state, visible=end)
+        if where is not None:
+            break
+    if where is None and bool(compute_head(model, model.eager, x_1TD[:, -1]).isnan().any()):
         where = "the final norm and head"
-    if where is None:
+    if where is not None:
+        return f"the logits hold NaN, which first shows in {where}; check the weights there, or load in float32"
+    if steps.compiled:
         return (
-            "the logits hold NaN, which the same tokens do not give uncompiled; load with compile=False and report it"
-            if steps.compiled
-            else "the logits hold NaN, but a second run of the same tokens gave none; check the machine's memory"
+            "the logits hold NaN, which the same tokens uncompiled do not give; load with compile=False and report it"
         )
-    return f"the logits hold NaN, which first appear in {where}; check that layer's weights, or load in float32"
+    return "the logits hold NaN, but a second run of the same tokens gave none; check the machine's memory"
+
+
+def _run_until_nan(
+    model: Model, tokens_BT: Tensor, state: State, /, *, visible: int
+) -> tuple[str | None, Tensor, State]:
+    """Run the layers uncompiled and say which is the first to give NaN, if any; (where, hidden, the new state)."""
+    found: list[str] = []
+    index = count()
+
+    def watch(kind: str, x: Tensor, *arguments: Any) -> Tensor:
+        i = next(index)
+        if i == 0 and bool(x.isnan().any()):
+            found.append("the embedding")
+        x = model.eager.layers[kind](x, *arguments)
+        if bool(x.isnan().any()):
+            found.append(f"layer {i} ({kind})")
+        return x
+
+    layers = {kind: partial(watch, kind) for kind in model.eager.layers}
+    slots = visible_slots(visible)
+    x_BTD, state = forward(tokens_BT, model.params, state, model.config.decoder, layers, slots=slots)
+    return (found[0] if found else None), x_BTD, state

@@ -1,21 +1,23 @@
 """What users call: generate, stream, logits, score."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .decoding import PREFILL_CHUNK, Token, compute_head, decode_batch, new_state, run
+from .decoding import Token, compute_head, decode_batch, new_state, run
 from .model import Model, choose_steps
 from .options import Options, resolve_options
-from .prompts import Message, Prompt, check_ids, encode_prompt
+from .prompts import Message, Prompt, check_ids, encode_prompt, split_prompts
 from .streaming import StreamDecoder
 
 BATCH_SIZE = 16
 SCORE_CHUNK = 512  # positions whose logits are in memory at once
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class _Row:
 
 def generate(
     model: Model,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     *,
     max_new_tokens: int = 128,
     temperature: float | None = None,
@@ -108,7 +110,7 @@ def generate(
     Args:
         model: from ``fmoe.load``.
         prompts: strings, lists of token ids or chats (lists of messages with role and content); one of these alone
-            is a list of one.
+            is a list of one. Integer tensors and arrays are token ids, [T] of one prompt or [B, T].
         max_new_tokens: at most this many tokens per prompt.
         temperature: 0 is greedy. This and the next four: None takes the checkpoint's generation_config.json.
         top_p: keep the smallest set of tokens whose probability reaches it.
@@ -145,10 +147,10 @@ def generate(
     )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r} must be an int >= 1")
-    listed = [prompts] if _is_single(prompts) else list(prompts)
+    _check_stop(model, options)
     encoded = [
-        encode_prompt(model, prompt, max_new_tokens=max_new_tokens, name=f"prompt {i}")  # type: ignore[arg-type]
-        for i, prompt in enumerate(listed)
+        encode_prompt(model, prompt, max_new_tokens=max_new_tokens, name=f"prompt {i}")
+        for i, prompt in enumerate(split_prompts(prompts))
     ]
     rows = [_Row(model, ids, options) for ids in encoded]
     steps = choose_steps(model, sum(map(len, encoded)) + max_new_tokens * len(rows))
@@ -166,7 +168,14 @@ def generate(
     ):
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            turns = decode_batch(model, steps, [row.prompt_ids for row in batch], options, first_row=start)
+            turns = decode_batch(
+                model,
+                steps,
+                [row.prompt_ids for row in batch],
+                options,
+                first_row=start,
+                is_active=partial(_is_unfinished, batch),
+            )
             for tokens in turns:
                 active = [(row, token) for row, token in zip(batch, tokens, strict=True) if row.finish_reason is None]
                 for row, token in active:
@@ -227,14 +236,13 @@ def _stream_row(model: Model, row: _Row, options: Options) -> Iterator[str]:
             yield piece
 
 
-def _is_single(prompts: object) -> bool:
-    """Tell one prompt from a list of prompts: a string, token ids, or messages."""
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Sequence) or not prompts:
-        return False
-    first = prompts[0]
-    return not isinstance(first, str | list | tuple)
+def _is_unfinished(rows: Sequence[_Row], row: int) -> bool:
+    return rows[row].finish_reason is None
+
+
+def _check_stop(model: Model, options: Options) -> None:
+    if options.stop and model.text is None:
+        raise ValueError(f"stop={list(options.stop)} needs text, but {model.folder} has no tokenizer.json; drop it")
 
 
 def logits(model: Model, token_ids: Tensor, /) -> Tensor:
@@ -251,14 +259,14 @@ def logits(model: Model, token_ids: Tensor, /) -> Tensor:
         ValueError: another shape or dtype, ids out of range, or T past the model's context.
     """
     config = model.config.decoder
-    if not isinstance(token_ids, Tensor) or token_ids.dim() != 2 or token_ids.is_floating_point():
+    if not isinstance(token_ids, Tensor) or token_ids.dim() != 2 or token_ids.dtype not in INTEGERS:
         got = f"{tuple(token_ids.shape)} {token_ids.dtype}" if isinstance(token_ids, Tensor) else type(token_ids)
         raise ValueError(f"token_ids must be an integer tensor [B, T], got {got}")
     batch, tokens = token_ids.shape
     if tokens > config.max_context:
         raise ValueError(f"token_ids has {tokens} positions; the model's context is {config.max_context}")
     if batch == 0 or tokens == 0:
-        return torch.empty(batch, tokens, config.vocab_size)
+        return torch.empty(batch, tokens, config.vocab_size, device=model.device)
     check_ids(token_ids.flatten().tolist(), config.vocab_size, "token_ids")
     steps = choose_steps(model, batch * tokens)
     with torch.inference_mode():

@@ -30,7 +30,7 @@ Compile = bool | Literal["auto"]
 CPU_COMPILE_TOKENS = 30_000
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Model:
     """Everything needed to generate; nothing in it changes after loading."""
 
@@ -45,6 +45,11 @@ class Model:
     compile: Compile
     text: Text | None
     defaults: Defaults
+
+    def __repr__(self) -> str:
+        """Name the model in one line; its tensors would fill screens."""
+        family = self.architecture.MODEL_TYPES[0]
+        return f"Model({family}, {str(self.folder)!r}, {self.dtype}, device={str(self.device)!r})"
 
 
 def resolve_folder(path: str | os.PathLike[str], /) -> Path:
@@ -108,9 +113,7 @@ def load(
         params=params,
         dtype=resolved_dtype,
         device=resolved_device,
-        eager=Steps(
-            architecture.make_layers(config, choose(resolved_device, compiled=False)), head, compiled=False
-        ),
+        eager=Steps(architecture.make_layers(config, choose(resolved_device, compiled=False)), head, compiled=False),
         graphs=compile_steps(architecture.make_layers(config, choose(resolved_device, compiled=True)), head),
         compile=compile,
         text=text,

@@ -1,6 +1,6 @@
 """What a generation was asked for: the caller's arguments over the checkpoint's defaults, checked once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +88,10 @@ def resolve_options(
         isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= vocab_size
     ):
         raise ValueError(f"logprobs={logprobs!r} must be None or an int in 0..{vocab_size} (the vocabulary)")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
+    stops = () if stop is None else stops
     if any(not isinstance(s, str) or not s for s in stops):
-        raise ValueError(f"stop={stop!r} must be a list of non-empty strings")
+        raise ValueError(f"stop={stop!r} must be a non-empty string or a list of them")
     options = Options(
         max_new_tokens=max_new_tokens,
         temperature=defaults.temperature if temperature is None else temperature,

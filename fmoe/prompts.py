@@ -1,14 +1,41 @@
 """Prompts as users give them -> token ids, checked before anything runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from .model import Model
 from .text import encode, encode_chat
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Message] | Tensor | np.ndarray[Any, Any]
+
+
+def split_prompts(prompts: Prompt | Iterable[Prompt], /) -> list[Any]:
+    """Give the prompts one by one; one prompt alone (a string, token ids, or a chat) is a list of one.
+
+    Arrays and tensors are token ids: one dimension is a prompt, two are a prompt per row.
+
+    Raises:
+        ValueError: neither a prompt nor an ordered collection of prompts.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Tensor | np.ndarray):
+        is_text = isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU"
+        return list(prompts) if prompts.ndim == 2 or is_text else [prompts]
+    if isinstance(prompts, bytes | bytearray | Mapping | Set) or not isinstance(prompts, Iterable):
+        hint = "put a message in a list" if isinstance(prompts, Mapping) else "put them in a list"
+        raise ValueError(
+            "prompts must be a string, token ids, chat messages or a list of these, "
+            f"got {type(prompts).__name__}; {hint}"
+        )
+    listed = list(prompts)
+    is_single = bool(listed) and not isinstance(listed[0], str | list | tuple | Tensor | np.ndarray)
+    return [listed] if is_single else listed
 
 
 def encode_prompt(model: Model, prompt: Prompt, /, *, max_new_tokens: int, name: str = "the prompt") -> list[int]:
@@ -28,6 +55,8 @@ def encode_prompt(model: Model, prompt: Prompt, /, *, max_new_tokens: int, name:
         raise ValueError(f"{name} is empty; give at least one token")
     vocab_size, limit = model.config.decoder.vocab_size, model.config.decoder.max_context
     check_ids(ids, vocab_size, name)
+    if len(ids) > limit:
+        raise ValueError(f"{name} has {len(ids)} tokens, more than the model's context of {limit}; shorten it")
     if len(ids) + max_new_tokens > limit:
         raise ValueError(
             f"{name} has {len(ids)} tokens and max_new_tokens={max_new_tokens}; together they pass the model's context "
@@ -48,7 +77,9 @@ def _token_ids(model: Model, prompt: Prompt, name: str) -> list[int]:
         if model.text is None:
             raise ValueError(f"{name} is a string, but {model.folder} has no tokenizer.json; give a list of token ids")
         return encode(model.text, prompt)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+    if isinstance(prompt, Tensor | np.ndarray):
+        return _array_ids(prompt, name)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         if prompt and all(isinstance(item, Mapping) for item in prompt):
             if model.text is None:
                 raise ValueError(
@@ -56,6 +87,18 @@ def _token_ids(model: Model, prompt: Prompt, name: str) -> list[int]:
                 )
             return encode_chat(model.text, prompt)  # type: ignore[arg-type]
         if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
-            return [int(item) for item in prompt]  # type: ignore[call-overload]
-    kinds = sorted({type(item).__name__ for item in prompt}) if isinstance(prompt, Sequence) else type(prompt).__name__
-    raise ValueError(f"{name} must be a string, a list of token ids or a list of chat messages, got {kinds}")
+            return [int(item) for item in prompt]  # type: ignore[arg-type]
+    got = type(prompt).__name__
+    if isinstance(prompt, list | tuple):
+        got = f"a {got} of {', '.join(sorted({type(item).__name__ for item in prompt}))}"
+    raise ValueError(f"{name} must be a string, a list of token ids or a list of chat messages, got {got}")
+
+
+def _array_ids(prompt: Tensor | np.ndarray[Any, Any], name: str) -> list[int]:
+    values = prompt.tolist()
+    if prompt.ndim != 1 or any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+        raise ValueError(
+            f"{name} must have one dimension of integers, got {type(prompt).__name__} of shape {tuple(prompt.shape)} "
+            f"and {prompt.dtype}"
+        )
+    return values

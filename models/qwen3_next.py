@@ -20,14 +20,23 @@ from fmoe.functional.kernels import Kernels
 from fmoe.functional.moe import SharedExperts, SharedPlan, plan_shared_experts
 from fmoe.functional.routing import RouterConfig
 
-from .decoder import DecoderConfig, LayerParams, Layers, Params, State, decoder_config, frame_params, make_state
-from .decoder import residual_layer
-from .gqa import AttentionConfig, attention_cache, attention_config, attention_mixer, attention_params
+from .decoder import (
+    DecoderConfig,
+    LayerParams,
+    Layers,
+    Params,
+    State,
+    decoder_config,
+    frame_params,
+    make_state,
+    residual_layer,
+)
+from .gqa import AttentionConfig, AttentionParams, attention_cache, attention_config, attention_mixer, attention_params
 from .settings import Raw, read_bool, read_float, read_int, read_ints, read_rope, require
 from .weights import ExpertNames, Fill, Piece, gate_and_up, matrix, moe_params, rows, zero_centred_norm
 
-MODEL_TYPES = ("qwen3_next",)
-ARCHITECTURES = ("Qwen3NextForCausalLM",)
+MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
+ARCHITECTURES: tuple[str, ...] = ("Qwen3NextForCausalLM",)
 NAMES = ExpertNames(shared_gate="shared_expert_gate.weight")
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -103,6 +112,7 @@ def build_params(fill: Fill, config: Config) -> Params:
     layers = []
     for i, (kind, sparse) in enumerate(zip(config.decoder.layer_kinds, config.sparse_layers, strict=True)):
         prefix = f"model.layers.{i}"
+        mixer: DeltaParams | AttentionParams
         if kind == LINEAR:
             mixer = _delta_params(fill, f"{prefix}.linear_attn", config.delta, hidden)
         else:

@@ -89,9 +89,7 @@ def read_rope(raw: Raw, rotary_size: int, *, theta: float | None = None, apply_m
         rotary_size,
         base,
         factor=factor,
-        original_context=read_int(
-            rope, "original_max_position_embeddings", read_int(raw, "max_position_embeddings")
-        ),
+        original_context=read_int(rope, "original_max_position_embeddings", read_int(raw, "max_position_embeddings")),
         beta_fast=read_float(rope, "beta_fast", 32.0),
         beta_slow=read_float(rope, "beta_slow", 1.0),
         truncate=read_bool(rope, "truncate", True),

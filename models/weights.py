@@ -17,6 +17,7 @@ from fmoe.functional.mlp import MLPParams
 from fmoe.functional.moe import MoEParams, SharedParams, SharedPlan
 from fmoe.functional.routing import RouterConfig
 
+
 class Piece(NamedTuple):
     """One checkpoint tensor and the place it takes in a parameter."""
 
@@ -32,9 +33,7 @@ class Fill(Protocol):
 
     names: Container[str]
 
-    def __call__(
-        self, shape: Sequence[int], pieces: Sequence[Piece], /, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def __call__(self, shape: Sequence[int], pieces: Sequence[Piece], /, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return a parameter of ``shape``; ``dtype`` None is the dtype the model is loaded in."""
         ...
 
@@ -127,6 +126,10 @@ def moe_params(
     if names.bias is not None:
         bias_E = matrix(fill, f"{prefix}.{names.bias}", (router.num_experts,), dtype=torch.float32)
     apart = None
+    if not shared.width and f"{prefix}.{names.shared}.down_proj.weight" in fill.names:
+        # a shared expert of width 0 is stored too: its tensors must have that shape, and nothing of them is kept
+        gate_and_up(fill, f"{prefix}.{names.shared}", 0, hidden)
+        matrix(fill, gate, (1, hidden))
     if shared.width and not shared.slots:
         w_gate_1D = matrix(fill, gate, (1, hidden)) if names.shared_gate else None
         apart = SharedParams(gate_and_up(fill, f"{prefix}.{names.shared}", shared.width, hidden), w_gate_1D)
