@@ -1,0 +1,97 @@
+"""The ops: schema, fake and body agree, and each equals the function behind it."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from fmoe.compile.ops import compute_experts_cpu, compute_experts_op, delta_chunked_op
+from fmoe.functional import Routing, compute_experts_grouped, delta_recurrent
+
+E, K, D, F = 7, 3, 24, 20
+H, KEY, VALUE = 3, 8, 10
+
+
+def expert_inputs(tokens, rng, *, dtype=torch.float32):
+    x = torch.randn(tokens, D, generator=rng).to(dtype)
+    ids = torch.stack([torch.randperm(E, generator=rng)[:K] for _ in range(tokens)] or [torch.arange(K)])[:tokens]
+    weights = torch.rand(tokens, K, generator=rng)
+    w_gate_up = torch.randn(E, 2 * F, D, generator=rng).to(dtype)
+    w_down = torch.randn(E, D, F, generator=rng).to(dtype)
+    return x, Routing(weights, ids.int()), w_gate_up, w_down
+
+
+def delta_inputs(tokens, rng, *, batch=2):
+    def draw(*shape):
+        return torch.randn(shape, generator=rng)
+
+    q, k = (torch.nn.functional.normalize(draw(batch, tokens, H, KEY), dim=-1) for _ in range(2))
+    g, beta = -draw(batch, tokens, H).exp(), draw(batch, tokens, H).sigmoid()
+    return q, k, draw(batch, tokens, H, VALUE), g, beta, draw(batch, H, KEY, VALUE)
+
+
+def experts_by_loop(x, routing, w_gate_up, w_down):
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for t, (weights, ids) in enumerate(zip(routing.weights_TK.tolist(), routing.experts_TK.tolist(), strict=True)):
+        for weight, e in zip(weights, ids, strict=True):
+            gate, up = (w_gate_up[e].double() @ x[t].double()).split(F)
+            y[t] += weight * (w_down[e].double() @ (gate / (1 + torch.exp(-gate)) * up))
+    return y
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 33, 80])
+def test_experts_op_equals_the_formula(tokens, rng):
+    inputs = expert_inputs(tokens, rng)
+
+    y = compute_experts_op(*inputs)
+
+    assert y.shape == inputs[0].shape
+    torch.testing.assert_close(y.double(), experts_by_loop(*inputs), rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 33])
+def test_experts_opcheck(tokens, rng):
+    x, routing, w_gate_up, w_down = expert_inputs(tokens, rng)
+
+    opcheck(torch.ops.fmoe.experts.default, (x, *routing, w_gate_up, w_down))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 64, 65, 200])
+def test_delta_chunked_opcheck(tokens, rng):
+    opcheck(torch.ops.fmoe.delta_chunked.default, delta_inputs(tokens, rng))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 65])
+def test_delta_chunked_op_equals_the_recurrence(tokens, rng):
+    inputs = delta_inputs(tokens, rng)
+
+    o, state = delta_chunked_op(*inputs)
+
+    expected_o, expected_state = delta_recurrent(*inputs)
+    torch.testing.assert_close(o, expected_o, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state, expected_state, rtol=1e-4, atol=1e-4)
+    assert state.data_ptr() != inputs[-1].data_ptr()
+
+
+def test_experts_op_traces_in_float32_and_keeps_its_input(rng):
+    inputs = expert_inputs(5, rng)
+    kept = inputs[0].clone()
+
+    def block(x, *rest):
+        return x + compute_experts_op(x, *rest)
+
+    y = torch.compile(block, fullgraph=True, backend="aot_eager")(*inputs)
+
+    torch.testing.assert_close(y, kept + compute_experts_cpu(*inputs))
+    assert torch.equal(inputs[0], kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 6, 40])
+def test_every_choice_by_size_agrees(tokens, dtype, rng):
+    inputs = expert_inputs(tokens, rng, dtype=dtype)
+
+    chosen, grouped = compute_experts_cpu(*inputs), compute_experts_grouped(*inputs)
+
+    assert chosen.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(chosen, grouped, rtol=tolerance, atol=tolerance * grouped.abs().max().item())
