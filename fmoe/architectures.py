@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from fmoe.functional import Kernels
-from fmoe.models import deepseek_v2, deepseek_v3, qwen3_next
+from fmoe.models import deepseek_v2, deepseek_v3, mixtral, qwen2_moe, qwen3_moe, qwen3_next
 from fmoe.models.decoder import DecoderConfig as DecoderConfig
 from fmoe.models.decoder import Layers as Layers
 from fmoe.models.decoder import Params as Params
@@ -51,7 +51,14 @@ class Architecture(Protocol):
         ...
 
 
-KNOWN: tuple[Architecture, ...] = (qwen3_next, deepseek_v2, deepseek_v3)
+KNOWN: tuple[Architecture, ...] = (
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_next,
+    deepseek_v2,
+    deepseek_v3,
+)
 
 
 def find_architecture(raw: Mapping[str, Any], /) -> Architecture:

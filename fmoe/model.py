@@ -13,7 +13,7 @@ import torch
 
 from fmoe.compile.select import choose
 from fmoe.compile.step import Steps, compile_steps
-from fmoe.functional.moe import SharedExperts
+from fmoe.functional.moe import SharedExperts, SharedPlan
 
 from .architectures import Architecture, FamilyConfig, Params, compute_logits, find_architecture, ignored_tensors
 from .checkpoint import open_checkpoint, stored_dtype
@@ -105,6 +105,8 @@ def load(
     params = load_params(
         build, checkpoint, dtype=resolved_dtype, device=resolved_device, ignore=ignore, progress=progress
     )
+    if shared_experts == "auto":
+        _log_separate_experts(config)
     head = partial(compute_logits, eps=config.decoder.eps)
     return Model(
         folder=folder,
@@ -123,6 +125,13 @@ def load(
 
 def _build(architecture: Architecture, config: FamilyConfig, fill: Any) -> Params:
     return architecture.build_params(fill, config)
+
+
+def _log_separate_experts(config: FamilyConfig) -> None:
+    """Say why shared experts are not fused, once per load."""
+    plan = getattr(config, "shared", None)
+    if isinstance(plan, SharedPlan) and plan.width and not plan.slots:
+        LOG.info("shared experts: %s", plan.reason)
 
 
 def choose_steps(model: Model, tokens: int, /) -> Steps:

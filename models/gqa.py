@@ -54,6 +54,7 @@ class AttentionParams(NamedTuple):
     bias_N: Tensor | None
     norm_HC: Tensor | None  # weights of the q norm for H rows, then of the k norm for J rows
     w_out_DN: Tensor
+    bias_out_D: Tensor | None = None
 
 
 def attention_config(raw: Raw, *, eps: float, gated: bool = False) -> AttentionConfig:
@@ -66,7 +67,7 @@ def attention_config(raw: Raw, *, eps: float, gated: bool = False) -> AttentionC
 
 
 def attention_params(
-    fill: Fill, prefix: str, config: AttentionConfig, hidden: int, /, *, bias: bool = False, norm: str | None = None
+    fill: Fill, prefix: str, config: AttentionConfig, hidden: int, /, *, biased: str = "", norm: str | None = None
 ) -> AttentionParams:
     """Describe one layer's parameters.
 
@@ -75,7 +76,7 @@ def attention_params(
         prefix: such as ``model.layers.0.self_attn``.
         config: sizes.
         hidden: D.
-        bias: q, k and v have biases.
+        biased: projections with a bias: none, ``qkv`` or ``qkvo``.
         norm: ``standard`` or ``centred`` q and k norms over the head's channels, or None.
     """
     size = config.head_size
@@ -90,12 +91,15 @@ def attention_params(
         counts = [queries, keys, keys]
     kv_rows = [Piece(f"{prefix}.{name}_proj.weight", (keys, hidden)) for name in ("k", "v")]
     w_in_ND = rows(fill, [*q_rows, *kv_rows, *gate_rows], hidden, counts=counts)
-    bias_N = None
-    if bias:
+    bias_N = bias_out_D = None
+    if biased:
         sizes = {"q": queries, "k": keys, "v": keys}
         bias_N = rows(fill, [Piece(f"{prefix}.{name}_proj.bias", (n,)) for name, n in sizes.items()])
+    if "o" in biased:
+        bias_out_D = matrix(fill, f"{prefix}.o_proj.bias", (hidden,))
     norm_HC = None if norm is None else _head_norms(fill, prefix, config, centred=norm == "centred")
-    return AttentionParams(w_in_ND, bias_N, norm_HC, matrix(fill, f"{prefix}.o_proj.weight", (hidden, queries)))
+    w_out_DN = matrix(fill, f"{prefix}.o_proj.weight", (hidden, queries))
+    return AttentionParams(w_in_ND, bias_N, norm_HC, w_out_DN, bias_out_D)
 
 
 def _half_of_each_head(w_ND: Tensor, size: int, half: int) -> Tensor:
@@ -144,7 +148,7 @@ def attention_mixer(
     out_BTN = out_BTHC.flatten(-2)
     if config.gated:
         out_BTN = out_BTN * gate_BTN.sigmoid()
-    return F.linear(out_BTN, params.w_out_DN)
+    return F.linear(out_BTN, params.w_out_DN, params.bias_out_D)
 
 
 def attention_cache(

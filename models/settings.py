@@ -50,6 +50,19 @@ def read_ints(raw: Raw, key: str) -> tuple[int, ...]:
     return tuple(value)
 
 
+def read_layer_types(raw: Raw, layers: int, known: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return ``layer_types``, the kind of each layer, or None where the key is absent or null."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"config.json: layer_types must list num_hidden_layers={layers} kinds, got {kinds!r}")
+    unknown = sorted({str(kind) for kind in kinds} - set(known))
+    if unknown:
+        raise NotImplementedError(f"config.json: layer_types {unknown} are unknown; known: {', '.join(known)}")
+    return tuple(kinds)
+
+
 def require(raw: Raw, expected: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuse values that are not implemented; each key may be absent or null or one of the values given."""
     for key, values in expected.items():
@@ -95,3 +108,11 @@ def read_rope(raw: Raw, rotary_size: int, *, theta: float | None = None, apply_m
         truncate=read_bool(rope, "truncate", True),
         attention_factor=read_float(rope, "attention_factor", attention_factor),
     )
+
+
+def read_whole_rope(raw: Raw, rotary_size: int, *, theta: float) -> RopeConfig:
+    """Read the rotary parameters of a family that rotates whole heads, YaRN's temperature as transformers reads it."""
+    rope = raw.get("rope_parameters")
+    for keys in (raw, rope if isinstance(rope, Mapping) else {}):
+        require(keys, {"partial_rotary_factor": (1.0,)})
+    return read_rope(raw, rotary_size, theta=theta, apply_mscale=True)

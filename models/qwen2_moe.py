@@ -1,0 +1,98 @@
+"""Qwen2-MoE, such as Qwen1.5-MoE-A2.7B: biased attention, and a wide shared expert behind a sigmoid gate.
+
+Source: the published config.json of Qwen1.5-MoE-A2.7B; arXiv:2407.10671, section 2.2.2. Qwen3-MoE shares the
+reading of the keys that both have.
+"""
+
+from fmoe.functional.moe import SharedExperts, plan_shared_experts
+from fmoe.functional.routing import RouterConfig
+
+from .decoder import decoder_config
+from .gqa import attention_config
+from .gqa_decoder import FULL, SLIDING, Config, read_experts, read_window
+from .gqa_decoder import build_params as build_params
+from .gqa_decoder import init_state as init_state
+from .gqa_decoder import make_layers as make_layers
+from .settings import Raw, read_bool, read_float, read_int, read_ints, read_layer_types, read_whole_rope, require
+from .weights import ExpertNames
+
+MODEL_TYPES: tuple[str, ...] = ("qwen2_moe",)
+ARCHITECTURES: tuple[str, ...] = ("Qwen2MoeForCausalLM",)
+NAMES = ExpertNames(shared_gate="shared_expert_gate.weight")
+
+
+def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
+    """Read config.json; values that are not implemented are refused by name."""
+    require(raw, {"attention_bias": (False,)})
+    return make_config(
+        raw,
+        read_layer_kinds(raw),
+        biased="qkv" if read_bool(raw, "qkv_bias", True) else "",
+        shared_size=read_int(raw, "shared_expert_intermediate_size", 0),
+        shared_experts=shared_experts,
+    )
+
+
+def read_layer_kinds(raw: Raw) -> tuple[str, ...]:
+    """Take ``layer_types`` where the file has it; else every second layer below ``max_window_layers`` slides.
+
+    Source: the rule is that of transformers' Qwen2MoeConfig, and the first layer slides.
+    """
+    count, slides = read_int(raw, "num_hidden_layers"), read_bool(raw, "use_sliding_window", False)
+    kinds = read_layer_types(raw, count, (FULL, SLIDING))
+    if kinds is None:
+        end = read_int(raw, "max_window_layers", 28)
+        return tuple(SLIDING if slides and i % 2 == 0 and i < end else FULL for i in range(count))
+    if SLIDING in kinds and not slides:
+        raise ValueError(f"config.json: layer_types has {SLIDING}, but use_sliding_window is not true; make them agree")
+    return kinds
+
+
+def make_config(
+    raw: Raw,
+    kinds: tuple[str, ...],
+    /,
+    *,
+    biased: str,
+    head_norms: bool = False,
+    shared_size: int = 0,
+    shared_experts: SharedExperts,
+) -> Config:
+    """Read the keys that Qwen2-MoE and Qwen3-MoE have in common.
+
+    Args:
+        raw: config.json.
+        kinds: full or sliding, layer by layer.
+        biased: attention projections with a bias.
+        head_norms: q and k are normed per head.
+        shared_size: width of the shared expert, 0 for none.
+        shared_experts: how to run it.
+    """
+    require(raw, {"hidden_act": ("silu",)})
+    attention = attention_config(raw, eps=read_float(raw, "rms_norm_eps", 1e-6))
+    experts, expert_size = read_experts(raw), read_int(raw, "moe_intermediate_size")
+    dense, step = read_ints(raw, "mlp_only_layers"), read_int(raw, "decoder_sparse_step", 1)
+    if step < 1:
+        raise ValueError(f"config.json: decoder_sparse_step must be at least 1, got {step}")
+    return Config(
+        decoder=decoder_config(
+            raw,
+            kinds,
+            read_whole_rope(raw, attention.head_size, theta=10000.0),
+            window=read_window(raw, 4096) if SLIDING in kinds else None,
+        ),
+        attention=attention,
+        router=RouterConfig(
+            num_experts=max(experts, 1),
+            top_k=read_int(raw, "num_experts_per_tok") if experts else 1,
+            renormalize=read_bool(raw, "norm_topk_prob", False),
+            round_weights=True,
+        ),
+        sparse_layers=tuple(experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(len(kinds))),
+        intermediate_size=read_int(raw, "intermediate_size"),
+        expert_size=expert_size,
+        shared=plan_shared_experts(None, shared_size, expert_size, requested=shared_experts),
+        names=NAMES,
+        biased=biased,
+        head_norms=head_norms,
+    )
