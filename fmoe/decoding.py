@@ -87,13 +87,13 @@ def decode_batch(
     """Generate one token per row and turn, until max_new_tokens or until the caller stops asking.
 
     Row i is sampled with seed + first_row + i and the number of tokens it has, so its tokens do not depend on the
-    other rows. NaN in a row that is no longer active concerns nobody.
+    other rows. NaN or infinity in a row that is no longer active concerns nobody.
 
     Yields:
         One Token per row.
 
     Raises:
-        RuntimeError: a row's logits hold NaN; the message names the layer.
+        RuntimeError: a row's logits hold NaN or infinity; the message names the layer.
     """
     lengths = [len(ids) for ids in prompts]
     longest = max(lengths)
@@ -140,7 +140,7 @@ class _Chooser:
                 self.seen_BV[row, torch.tensor(ids, device=model.device)] = True
 
     def __call__(self, logits_BV: Tensor, n: int, /) -> tuple[Tensor, list[Token], list[int]]:
-        """Return tokens_B, one Token per row, and the rows whose logits hold NaN."""
+        """Return tokens_B, one Token per row, and the rows whose logits hold NaN or infinity."""
         options, raw_BV = self.options, logits_BV
         if self.seen_BV is not None:
             logits_BV = penalize_repetition(logits_BV, self.seen_BV, self.params.repetition_penalty_B)
@@ -151,8 +151,8 @@ class _Chooser:
             tokens_B = sample(logits_BV, self.params, counters_B, num_candidates=self.candidates)
         if self.seen_BV is not None:
             mark_seen_(self.seen_BV, tokens_B)
-        # NaN shows in the sum; one transfer brings tokens and flags to the host.
-        flags_B = raw_BV.sum(-1).isnan()
+        # NaN and infinity show in the sum; one transfer brings tokens and flags to the host.
+        flags_B = ~raw_BV.sum(-1).isfinite()
         ids, flags = torch.stack((tokens_B, flags_B.long())).tolist()
         broken = [row for row, flag in enumerate(flags) if flag]
         if options.logprobs is None:
@@ -164,38 +164,37 @@ class _Chooser:
 
 
 def explain_nan(model: Model, ids: Sequence[int], steps: Steps, /, *, chunk: int) -> str:
-    """Replay a row uncompiled from its first token and say where NaN first shows."""
+    """Replay a row uncompiled from its first token and say where NaN or infinity first shows."""
     state = new_state(model, 1, len(ids))
     tokens_1T = torch.tensor([ids], dtype=torch.int64, device=model.device)
     for start in range(0, len(ids), chunk):
         end = min(start + chunk, len(ids))
-        where, x_1TD, state = _run_until_nan(model, tokens_1T[:, start:end], state, visible=end)
+        where, x_1TD, state = _run_watched(model, tokens_1T[:, start:end], state, visible=end)
         if where is not None:
             break
-    if where is None and bool(compute_head(model, model.eager, x_1TD[:, -1]).isnan().any()):
+    if where is None and not _is_finite(compute_head(model, model.eager, x_1TD[:, -1])):
         where = "the final norm and head"
     if where is not None:
-        return f"the logits hold NaN, which first shows in {where}; check the weights there, or load in float32"
+        return f"the logits hold NaN or infinity, which first shows in {where}; check its weights or load in float32"
     if steps.compiled:
         return (
-            "the logits hold NaN, which the same tokens uncompiled do not give; load with compile=False and report it"
+            "the logits hold NaN or infinity, which the same tokens uncompiled do not give; "
+            "load with compile=False and report it"
         )
-    return "the logits hold NaN, but a second run of the same tokens gave none; check the machine's memory"
+    return "the logits hold NaN or infinity, but a second run of the same tokens gave none; check the machine's memory"
 
 
-def _run_until_nan(
-    model: Model, tokens_BT: Tensor, state: State, /, *, visible: int
-) -> tuple[str | None, Tensor, State]:
-    """Run the layers uncompiled and say which is the first to give NaN, if any; (where, hidden, the new state)."""
+def _run_watched(model: Model, tokens_BT: Tensor, state: State, /, *, visible: int) -> tuple[str | None, Tensor, State]:
+    """Run the layers uncompiled and say which is the first to break, if any; (where, hidden, the new state)."""
     found: list[str] = []
     index = count()
 
     def watch(kind: str, x: Tensor, *arguments: Any) -> Tensor:
         i = next(index)
-        if i == 0 and bool(x.isnan().any()):
+        if i == 0 and not _is_finite(x):
             found.append("the embedding")
         x = model.eager.layers[kind](x, *arguments)
-        if bool(x.isnan().any()):
+        if not _is_finite(x):
             found.append(f"layer {i} ({kind})")
         return x
 
@@ -203,3 +202,7 @@ def _run_until_nan(
     slots = visible_slots(visible)
     x_BTD, state = forward(tokens_BT, model.params, state, model.config.decoder, layers, slots=slots)
     return (found[0] if found else None), x_BTD, state
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())

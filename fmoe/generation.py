@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from .decoding import Token, compute_head, decode_batch, new_state, run
 from .model import Model, choose_steps
-from .options import Options, resolve_options
+from .options import Options, is_integer, resolve_options
 from .prompts import Message, Prompt, check_ids, encode_prompt, split_prompts
 from .streaming import StreamDecoder
 
@@ -129,7 +129,7 @@ def generate(
 
     Raises:
         ValueError: a prompt or an argument cannot be used; nothing was generated.
-        RuntimeError: the model's logits held NaN.
+        RuntimeError: the model's logits held NaN or infinity; the message names the layer.
     """
     options = resolve_options(
         model.defaults,
@@ -145,7 +145,7 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not is_integer(batch_size) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r} must be an int >= 1")
     _check_stop(model, options)
     encoded = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from fmoe.functional.sampling import check_sampling
@@ -35,6 +36,11 @@ class Options:
     stop: tuple[str, ...]
     eos_ids: tuple[int, ...]  # empty where EOS is ignored
     logprobs: int | None
+
+
+def is_integer(value: object, /) -> bool:
+    """Tell a whole number, numpy's too; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def read_defaults(
@@ -82,18 +88,16 @@ def resolve_options(
     Raises:
         ValueError: an argument is out of its range; the message names it.
     """
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if not is_integer(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an int >= 1")
-    if logprobs is not None and (
-        isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= vocab_size
-    ):
+    if logprobs is not None and not (is_integer(logprobs) and 0 <= logprobs <= vocab_size):
         raise ValueError(f"logprobs={logprobs!r} must be None or an int in 0..{vocab_size} (the vocabulary)")
     stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     stops = () if stop is None else stops
     if any(not isinstance(s, str) or not s for s in stops):
         raise ValueError(f"stop={stop!r} must be a non-empty string or a list of them")
     options = Options(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=int(max_new_tokens),
         temperature=defaults.temperature if temperature is None else temperature,
         top_p=defaults.top_p if top_p is None else top_p,
         top_k=defaults.top_k if top_k is None else top_k,
@@ -102,7 +106,7 @@ def resolve_options(
         seed=seed,
         stop=stops,
         eos_ids=() if ignore_eos else defaults.eos_ids,
-        logprobs=logprobs,
+        logprobs=None if logprobs is None else int(logprobs),
     )
     check_sampling(
         temperature=options.temperature,

@@ -1,13 +1,13 @@
 """Prompts as users give them -> token ids, checked before anything runs."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from .model import Model
+from .options import is_integer
 from .text import encode, encode_chat
 
 Message = Mapping[str, Any]
@@ -28,7 +28,11 @@ def split_prompts(prompts: Prompt | Iterable[Prompt], /) -> list[Any]:
         is_text = isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU"
         return list(prompts) if prompts.ndim == 2 or is_text else [prompts]
     if isinstance(prompts, bytes | bytearray | Mapping | Set) or not isinstance(prompts, Iterable):
-        hint = "put a message in a list" if isinstance(prompts, Mapping) else "put them in a list"
+        hint = "put them in a list"
+        if isinstance(prompts, bytes | bytearray):
+            hint = "decode them"
+        elif isinstance(prompts, Mapping):
+            hint = "put a message in a list"
         raise ValueError(
             "prompts must be a string, token ids, chat messages or a list of these, "
             f"got {type(prompts).__name__}; {hint}"
@@ -86,7 +90,7 @@ def _token_ids(model: Model, prompt: Prompt, name: str) -> list[int]:
                     f"{name} is a chat, but {model.folder} has no tokenizer.json; give a list of token ids"
                 )
             return encode_chat(model.text, prompt)  # type: ignore[arg-type]
-        if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
+        if all(map(is_integer, prompt)):
             return [int(item) for item in prompt]  # type: ignore[arg-type]
     got = type(prompt).__name__
     if isinstance(prompt, list | tuple):
@@ -96,7 +100,7 @@ def _token_ids(model: Model, prompt: Prompt, name: str) -> list[int]:
 
 def _array_ids(prompt: Tensor | np.ndarray[Any, Any], name: str) -> list[int]:
     values = prompt.tolist()
-    if prompt.ndim != 1 or any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+    if prompt.ndim != 1 or not all(map(is_integer, values)):
         raise ValueError(
             f"{name} must have one dimension of integers, got {type(prompt).__name__} of shape {tuple(prompt.shape)} "
             f"and {prompt.dtype}"
