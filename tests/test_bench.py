@@ -1,0 +1,136 @@
+"""The arithmetic of the benchmark; nothing here is timed."""
+
+import itertools
+
+import pytest
+
+from bench.decode import OURS, Case, Result, all_cases, select_cases
+from bench.measure import (
+    add_samples,
+    fastest,
+    find_difference,
+    median_ratio,
+    rate,
+    rows_of,
+    run_interleaved,
+    spread_of_ratio,
+    time_calls,
+)
+
+
+def test_a_ratio_is_the_median_over_pairs_and_not_the_ratio_of_medians() -> None:
+    ours, theirs = [1.0, 2.0, 8.0], [4.0, 2.0, 16.0]
+    assert median_ratio(ours, theirs) == 2.0  # of 4, 1, 2; the medians' own ratio is 4 / 2 = 2 only by its order
+    assert median_ratio([1.0, 10.0, 2.0], [3.0, 10.0, 10.0]) == 3.0  # the medians' own ratio would be 5
+
+
+def test_a_ratio_needs_as_many_samples_of_both() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        median_ratio([1.0, 2.0], [1.0])
+
+
+def test_quartiles_of_a_ratio() -> None:
+    assert spread_of_ratio([1.0] * 5, [5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 4.0)
+    assert spread_of_ratio([2.0], [3.0]) == (1.5, 1.5)
+
+
+def test_rate_counts_all_rows_at_the_median_step() -> None:
+    assert rate([0.5, 0.1, 0.2], 8) == pytest.approx(40.0)
+
+
+def test_the_fastest_has_the_least_median() -> None:
+    samples = {"a": [1.0, 9.0, 9.0], "b": [5.0, 5.0, 5.0], "ours": [0.1, 0.1, 0.1]}
+    assert fastest(samples, ["a", "b"]) == "b"
+
+
+def test_samples_add_up_by_contender() -> None:
+    total = {"a": [1.0]}
+    add_samples(total, {"a": [2.0, 3.0], "b": [4.0]})
+    assert total == {"a": [1.0, 2.0, 3.0], "b": [4.0]}
+
+
+def test_tokens_by_step_become_tokens_by_row() -> None:
+    assert rows_of([[1, 2], [3, 4], [5, 6]]) == [[1, 3, 5], [2, 4, 6]]
+
+
+def test_contenders_take_turns_and_only_the_turns_are_timed() -> None:
+    log: list[str] = []
+    ticks = itertools.count()
+
+    def start(name: str, first: int):
+        for token in itertools.count(first):
+            log.append(name)
+            yield [token, -token]
+
+    def clock() -> float:
+        log.append("|")
+        return float(next(ticks)) ** 2  # so that every interval is another one
+
+    starts = {"a": lambda: start("a", 10), "b": lambda: start("b", 20)}
+    samples, rows = run_interleaved(starts, skip=1, turns=2, turn_steps=3, clock=clock)
+
+    assert "".join(log) == "aabb" + "|aaa|" + "|bbb|" + "|bbb|" + "|aaa|"
+    assert samples == {"a": [1 / 3, 13 / 3], "b": [5 / 3, 9 / 3]}
+    assert rows["a"] == [list(range(10, 18)), [-n for n in range(10, 18)]]
+    assert rows["b"][0] == list(range(20, 28))
+
+
+def test_calls_are_timed_in_turns() -> None:
+    log: list[str] = []
+    ticks = itertools.count()
+    calls = {"a": lambda: log.append("a"), "b": lambda: log.append("b")}
+    samples = time_calls(calls, rounds=3, clock=lambda: float(next(ticks)))
+    assert "".join(log) == "abbaab"
+    assert samples == {"a": [1.0] * 3, "b": [1.0] * 3}
+
+
+GAPS = [[1.0, 0.5, 0.0005, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("got", "found"),
+    [
+        pytest.param([[1, 2, 3, 4]], None, id="equal"),
+        pytest.param([[1, 2, 9, 8]], None, id="after-a-tie-anything"),
+        pytest.param([[1, 9, 3, 4]], "row 0, step 1: token 9, expected 2 by 0.5000", id="different"),
+        pytest.param([[1, 9, 9, 4]], "row 0, step 1", id="different-before-the-tie"),
+        pytest.param([[1, 2, 3]], "row 0 has 3 tokens, expected 4", id="short"),
+    ],
+)
+def test_tokens_may_differ_only_from_a_tie_on(got: list[list[int]], found: str | None) -> None:
+    difference = find_difference([[1, 2, 3, 4]], GAPS, got)
+    assert difference is None if found is None else found in (difference or "")
+
+
+def test_a_missing_row_is_an_error() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        find_difference([[1], [2]], [[1.0], [1.0]], [[1]])
+
+
+def test_cases_are_those_of_the_targets() -> None:
+    cases = all_cases()
+    assert [case.name for case in cases if case.model == "demo"] == [
+        "decode-demo-uncompiled-1",
+        "decode-demo-uncompiled-8",
+        "decode-demo-compiled-1",
+        "decode-demo-compiled-8",
+        "prefill-demo-uncompiled-2",
+    ]
+    assert [case.target for case in cases if case.model == "tiny"] == [2.0, 1.5, 1.5, 1.1, 1.0]
+    assert len({case.name for case in cases}) == len(cases) == 10
+
+
+def test_only_selects_by_whole_words() -> None:
+    names = [case.name for case in select_cases(all_cases(), ["compiled-demo", "prefill-tiny"])]
+    assert names == ["decode-demo-compiled-1", "decode-demo-compiled-8", "prefill-tiny-uncompiled-2"]
+    assert select_cases(all_cases(), []) == all_cases()
+    assert select_cases(all_cases(), ["nothing"]) == []
+
+
+def test_a_result_counts_tokens_of_all_rows_and_compares_with_its_peer() -> None:
+    samples = {OURS: [0.1, 0.2], "slow": [0.9, 0.9], "quick": [0.2, 0.2]}
+    decode = Result(Case("decode", "tiny", "compiled", 8), samples, "quick")
+    assert decode.ratio == 1.5
+    assert decode.rate(OURS) == pytest.approx(8 / 0.15)
+    prefill = Result(Case("prefill", "tiny", "uncompiled", 2), samples, "slow")
+    assert prefill.rate("slow") == pytest.approx(400 / 0.9)
