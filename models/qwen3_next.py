@@ -82,7 +82,9 @@ def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
     shared_size = read_int(raw, "shared_expert_intermediate_size", 0)
     count = read_int(raw, "n_shared_experts") if raw.get("n_shared_experts") is not None else None
     return Config(
-        decoder=decoder_config(raw, kinds, read_rope(raw, int(attention.head_size * rotary), theta=10000.0)),
+        decoder=decoder_config(
+            raw, kinds, read_rope(raw, int(attention.head_size * rotary), theta=10000.0, apply_mscale=True)
+        ),
         attention=attention,
         delta=delta,
         router=router,

@@ -86,7 +86,7 @@ def read_rope(raw: Raw, rotary_size: int, *, theta: float | None = None, apply_m
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"config.json: {key} must be an object, got {value!r}")
     rope: Raw = {**(scaling or {}), **(new or {})}
-    base = read_float(rope, "rope_theta", read_float(raw, "rope_theta", theta))
+    base = read_float(raw if rope.get("rope_theta") is None else rope, "rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in KNOWN_ROPE:
         raise NotImplementedError(f"config.json: rope type {kind!r} is unknown; known: {', '.join(KNOWN_ROPE)}")

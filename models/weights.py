@@ -129,7 +129,8 @@ def moe_params(
     if not shared.width and f"{prefix}.{names.shared}.down_proj.weight" in fill.names:
         # a shared expert of width 0 is stored too: its tensors must have that shape, and nothing of them is kept
         gate_and_up(fill, f"{prefix}.{names.shared}", 0, hidden)
-        matrix(fill, gate, (1, hidden))
+        if names.shared_gate:
+            matrix(fill, gate, (1, hidden))
     if shared.width and not shared.slots:
         w_gate_1D = matrix(fill, gate, (1, hidden)) if names.shared_gate else None
         apart = SharedParams(gate_and_up(fill, f"{prefix}.{names.shared}", shared.width, hidden), w_gate_1D)

@@ -65,8 +65,17 @@ VARIANTS = {
         "norm_topk_prob": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
     },
-    "no-shared": {"shared_expert_intermediate_size": 0, "num_experts": 9, "num_experts_per_tok": 1},
-    "yarn": {"layer_types": [A, L, A, L], "rope_parameters": YARN, "tie_word_embeddings": True},
+    "no-shared": {
+        "shared_expert_intermediate_size": 0,
+        "num_experts": 9,
+        "num_experts_per_tok": 1,
+        "rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "factor": 8.0},
+    },
+    "yarn": {
+        "layer_types": [A, L, A, L],
+        "rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.3},
+        "tie_word_embeddings": True,
+    },
     "dense": {"num_experts": 0, "num_hidden_layers": 2, "layer_types": [L, A]},
 }
 
@@ -165,6 +174,17 @@ def test_decoding_equals_the_reference_with_its_cache(reference, model):
     compared = min(close, default=24)
     assert compared >= 5
     assert list(done.token_ids[:compared]) == expected[0, 9 : 9 + compared].tolist()
+
+
+def test_repetition_penalty_is_that_of_transformers(make_reference):
+    reference = make_reference(Qwen3NextConfig(**BASE))
+    ids = draw_ids(9)
+    prompt = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
+    options = {"max_new_tokens": 24, "repetition_penalty": 1.6}
+    expected = reference.model.generate(**prompt, **options, do_sample=False, pad_token_id=0)[0, 9:].tolist()
+    model = fmoe.load(reference.folder, compile=False)
+    assert list(fmoe.generate(model, ids, **options)[0].token_ids) == expected
+    assert list(fmoe.generate(model, ids, max_new_tokens=24)[0].token_ids) != expected
 
 
 def test_fused_and_separate_give_the_same_logits(variant, reference, model):
