@@ -71,9 +71,6 @@ def make_config(
     require(raw, {"hidden_act": ("silu",)})
     attention = attention_config(raw, eps=read_float(raw, "rms_norm_eps", 1e-6))
     experts, expert_size = read_experts(raw), read_int(raw, "moe_intermediate_size")
-    dense, step = read_ints(raw, "mlp_only_layers"), read_int(raw, "decoder_sparse_step", 1)
-    if step < 1:
-        raise ValueError(f"config.json: decoder_sparse_step must be at least 1, got {step}")
     return Config(
         decoder=decoder_config(
             raw,
@@ -88,7 +85,7 @@ def make_config(
             renormalize=read_bool(raw, "norm_topk_prob", False),
             round_weights=True,
         ),
-        sparse_layers=tuple(experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(len(kinds))),
+        sparse_layers=_find_sparse_layers(raw, len(kinds)) if experts else (False,) * len(kinds),
         intermediate_size=read_int(raw, "intermediate_size"),
         expert_size=expert_size,
         shared=plan_shared_experts(None, shared_size, expert_size, requested=shared_experts),
@@ -96,3 +93,11 @@ def make_config(
         biased=biased,
         head_norms=head_norms,
     )
+
+
+def _find_sparse_layers(raw: Raw, count: int) -> tuple[bool, ...]:
+    """Every ``decoder_sparse_step``-th layer is sparse, counted from one, but those in ``mlp_only_layers``."""
+    dense, step = read_ints(raw, "mlp_only_layers"), read_int(raw, "decoder_sparse_step", 1)
+    if step < 1:
+        raise ValueError(f"config.json: decoder_sparse_step must be at least 1, got {step}")
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))
