@@ -79,12 +79,7 @@ def make_config(
             window=read_window(raw, 4096) if SLIDING in kinds else None,
         ),
         attention=attention,
-        router=RouterConfig(
-            num_experts=max(experts, 1),
-            top_k=read_int(raw, "num_experts_per_tok") if experts else 1,
-            renormalize=read_bool(raw, "norm_topk_prob", False),
-            round_weights=True,
-        ),
+        router=_read_router(raw, experts),
         sparse_layers=_find_sparse_layers(raw, len(kinds)) if experts else (False,) * len(kinds),
         intermediate_size=read_int(raw, "intermediate_size"),
         expert_size=expert_size,
@@ -92,6 +87,16 @@ def make_config(
         names=NAMES,
         biased=biased,
         head_norms=head_norms,
+    )
+
+
+def _read_router(raw: Raw, experts: int) -> RouterConfig:
+    """Softmax over all, the best weighed in the model's dtype; without experts, a rule that no layer uses."""
+    return RouterConfig(
+        num_experts=max(experts, 1),
+        top_k=read_int(raw, "num_experts_per_tok") if experts else 1,
+        renormalize=read_bool(raw, "norm_topk_prob", False),
+        round_weights=True,
     )
 
 
