@@ -105,6 +105,16 @@ def test_decode_batch_gives_each_row_what_it_gets_alone(demo):
         assert [t.logprob for t in row[:clear]] == pytest.approx([t.logprob for t in alone[:clear]], abs=1e-4)
 
 
+def test_decode_batch_is_greedy_over_one_pass(demo):
+    """Across the boundary of 64 slots, where a step begins to look at more of them."""
+    prompts = [draw_ids(59, seed=1), draw_ids(3)]
+    for ids, row in zip(prompts, decode(demo, prompts, max_new_tokens=10, logprobs=0), strict=True):
+        tokens = [token.id for token in row]
+        logprobs_TV = fmoe.logits(demo, torch.tensor([ids + tokens]))[0, len(ids) - 1 : -1].log_softmax(-1)
+        assert logprobs_TV.argmax(-1).tolist() == tokens
+        assert [token.logprob for token in row] == pytest.approx(logprobs_TV.amax(-1).tolist(), abs=1e-3)
+
+
 def test_rows_are_seeded_by_their_place(demo):
     prompts = [draw_ids(n, seed=n) for n in (3, 20, 9)]
     sampled = {"temperature": 1.3, "top_p": 0.9, "max_new_tokens": 10}
@@ -150,7 +160,7 @@ def test_tokens_bear_what_was_asked_for(demo):
 
 def poisoned(tensor):
     bad = tensor.clone()
-    bad.view(-1)[0] = torch.nan
+    bad[(0,) * bad.dim()] = torch.nan
     return nn.Parameter(bad, requires_grad=False)
 
 

@@ -229,6 +229,15 @@ def test_a_stop_string_that_does_not_come(demo):
     assert "".join(fmoe.stream(demo, case["prompt"], max_new_tokens=32, stop=[held])) == case["text"]
 
 
+def test_a_stop_string_that_the_end_completes(demo):
+    """The last token leaves half a character; its U+FFFD shows only when nothing more can come."""
+    options = {"max_new_tokens": 7, "temperature": 30.0, "seed": 2, "ignore_eos": True}
+    text = fmoe.generate(demo, "x", **options)[0].text
+    assert text.find("\ufffd") == len(text) - 1
+    done = fmoe.generate(demo, "x", stop="\ufffd", **options)[0]
+    assert (done.text, done.finish_reason, len(done.token_ids)) == (text[:-1], "stop", 7)
+
+
 def test_stream_of_wild_text_joins_to_generate(demo):
     """Hot sampling gives broken bytes and characters of several tokens."""
     options = {"max_new_tokens": 120, "temperature": 30.0, "seed": 3, "ignore_eos": True}

@@ -64,6 +64,7 @@ def test_require():
         {"rope_theta": 500000, "rope_scaling": {"type": "default"}},
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
         {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}},
         {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}},
     ],
     ids=str,
