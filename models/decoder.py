@@ -21,7 +21,7 @@ from fmoe.functional.rotary import RopeConfig, rotary_frequencies
 from fmoe.functional.routing import RouterConfig
 
 from .settings import Raw, read_bool, read_float, read_int
-from .weights import Fill, matrix
+from .weights import Fill, Piece, matrix
 
 Layer = Callable[..., Tensor]
 Layers = Mapping[str, Layer]
@@ -98,7 +98,7 @@ def frame_params(
     """Add embedding and head to the layers; a tied head is the embedding."""
     shape = (config.vocab_size, config.hidden_size)
     embed_VD = matrix(fill, f"{prefix}.embed_tokens.weight", shape)
-    head_VD = embed_VD if config.tied else matrix(fill, "lm_head.weight", shape)
+    head_VD = embed_VD if config.tied else fill(shape, [Piece("lm_head.weight", shape)], by_columns=True)
     return Params(embed_VD, layers, norm_D, head_VD)
 
 
@@ -136,7 +136,8 @@ def residual_layer(
     if isinstance(params.mlp, MLPParams):
         return x_BTD + mlp_layer(normed_BTD, params.mlp)
     normed_TD = normed_BTD.flatten(0, 1)
-    return x_BTD + moe_layer(normed_TD, params.mlp, router, kernels=kernels).view_as(x_BTD)
+    decode = x_BTD.shape[1] == 1
+    return x_BTD + moe_layer(normed_TD, params.mlp, router, kernels=kernels, decode=decode).view_as(x_BTD)
 
 
 def forward(

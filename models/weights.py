@@ -33,8 +33,23 @@ class Fill(Protocol):
 
     names: Container[str]
 
-    def __call__(self, shape: Sequence[int], pieces: Sequence[Piece], /, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a parameter of ``shape``; ``dtype`` None is the dtype the model is loaded in."""
+    def __call__(
+        self,
+        shape: Sequence[int],
+        pieces: Sequence[Piece],
+        /,
+        *,
+        dtype: torch.dtype | None = None,
+        by_columns: bool = False,
+    ) -> Tensor:
+        """Return a parameter of ``shape``.
+
+        Args:
+            shape: of the parameter.
+            pieces: what fills it.
+            dtype: None is the dtype the model is loaded in.
+            by_columns: a matrix that may lie in memory column after column where that multiplies faster.
+        """
         ...
 
 

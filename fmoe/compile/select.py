@@ -7,12 +7,10 @@ from fmoe.functional.cache import DeltaCache
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams, delta_mix
 from fmoe.functional.kernels import Kernels
 
-from .ops import compute_experts_cpu, compute_experts_op, delta_chunked_op
+from .ops import compute_experts_cpu, compute_experts_few, compute_experts_op, delta_chunked_op
 
 
-def delta_prefill_op(
-    projected_BTN: Tensor, cache: DeltaCache, params: DeltaParams, config: DeltaConfig, /
-) -> Tensor:
+def delta_prefill_op(projected_BTN: Tensor, cache: DeltaCache, params: DeltaParams, config: DeltaConfig, /) -> Tensor:
     """``delta_mix`` with its chunk loop behind an op."""
     return delta_mix(projected_BTN, cache, params, config, chunk_rule=delta_chunked_op)
 
@@ -25,7 +23,11 @@ def choose(device: torch.device, *, compiled: bool) -> Kernels:
         compiled: the functions will be traced by torch.compile.
     """
     if compiled:
-        return Kernels(compute_experts=compute_experts_op, delta_prefill=delta_prefill_op)
+        return Kernels(
+            compute_experts=compute_experts_op,
+            compute_experts_decode=compute_experts_few,
+            delta_prefill=delta_prefill_op,
+        )
     if device.type == "cpu":
-        return Kernels(compute_experts=compute_experts_cpu)
+        return Kernels(compute_experts=compute_experts_cpu, compute_experts_decode=compute_experts_cpu)
     return Kernels()

@@ -39,9 +39,7 @@ def visible_slots(tokens: int) -> int:
     return max(-(-tokens // SLOTS), 1) * SLOTS
 
 
-def compile_steps(
-    layers: Mapping[str, Layer], logits: Callable[..., Tensor], *, backend: str = "inductor"
-) -> Steps:
+def compile_steps(layers: Mapping[str, Layer], logits: Callable[..., Tensor], *, backend: str = "inductor") -> Steps:
     """Compile each function when it is first called; nothing of the compiler is loaded before."""
     compiled = {kind: _compile_lazily(kind, layer, backend) for kind, layer in layers.items()}
     return Steps(compiled, _compile_lazily("logits", logits, backend), compiled=True)

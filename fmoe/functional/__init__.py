@@ -57,3 +57,14 @@ from .routing import route_fused as route_fused
 from .routing import router_logits as router_logits
 from .routing import select_largest as select_largest
 from .routing import weigh_chosen as weigh_chosen
+from .sampling import SamplingParams as SamplingParams
+from .sampling import check_sampling as check_sampling
+from .sampling import count_candidates as count_candidates
+from .sampling import filter_logits as filter_logits
+from .sampling import mark_seen_ as mark_seen_
+from .sampling import penalize_repetition as penalize_repetition
+from .sampling import random_uniform as random_uniform
+from .sampling import sample as sample
+from .sampling import sample_greedy as sample_greedy
+from .sampling import sampling_params as sampling_params
+from .sampling import token_logprobs as token_logprobs

@@ -79,6 +79,11 @@ def attend(
 
     Source: arXiv:1706.03762, eq. 1; grouped heads arXiv:2305.13245.
     """
+    if q_BTHC.shape[1] == 1:
+        # The heads of one kv head become rows of one product; with enable_gqa, torch copies keys once per head.
+        q_BJNC = q_BTHC.squeeze(1).unflatten(1, (k_BJMC.shape[1], -1))
+        out_BJNC = F.scaled_dot_product_attention(q_BJNC, k_BJMC, v_BJMC, attn_mask=mask_BTM[:, None], scale=scale)
+        return out_BJNC.flatten(1, 2)[:, None]
     out_BHTC = F.scaled_dot_product_attention(
         q_BTHC.transpose(1, 2),
         k_BJMC,

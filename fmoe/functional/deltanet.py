@@ -112,7 +112,8 @@ def delta_step(
 ) -> tuple[Tensor, Tensor]:
     """Advance the recurrence by one token: decay first, then read, then write.
 
-    ``S <- S exp(g); S <- S + k (beta (v - S^T k))^T; o = S^T q``, all in float32.
+    ``S <- S exp(g); S <- S + k (beta (v - S^T k))^T; o = S^T q``, all in float32. Heads may be several dimensions,
+    and keys and queries of size 1 in one of them serve all values along it.
 
     Args:
         q_BHK: normalised query, already scaled by K^-0.5.
@@ -127,13 +128,12 @@ def delta_step(
 
     Source: arXiv:2412.06464, eq. 10.
     """
-    batch, heads = q_BHK.shape[:2]
-    state_NKV = (state_BHKV * g_BH.exp()[..., None, None]).flatten(0, 1)
-    k_N1K = k_BHK.reshape(batch * heads, 1, -1)
-    delta_BHV = (v_BHV - torch.bmm(k_N1K, state_NKV).view_as(v_BHV)) * beta_BH[..., None]
-    state_NKV = torch.baddbmm(state_NKV, k_N1K.transpose(1, 2), delta_BHV.reshape(batch * heads, 1, -1))
-    o_BHV = torch.bmm(q_BHK.reshape(batch * heads, 1, -1), state_NKV).view_as(v_BHV)
-    return o_BHV, state_NKV.view_as(state_BHKV)
+    # Sums of products and not bmm: they fuse under a compiler, and on a CPU a bmm this small mostly wakes threads.
+    state_BHKV = state_BHKV * g_BH.exp()[..., None, None]
+    read_BHV = (state_BHKV * k_BHK[..., None]).sum(-2)
+    delta_BHV = (v_BHV - read_BHV) * beta_BH[..., None]
+    state_BHKV = torch.addcmul(state_BHKV, k_BHK[..., None], delta_BHV[..., None, :])
+    return (state_BHKV * q_BHK[..., None]).sum(-2), state_BHKV
 
 
 def delta_recurrent(
@@ -244,19 +244,35 @@ def delta_mix(
     keys = config.key_heads * config.key_size
     qk_BTN, v_BTN = mixed_BTN.split([2 * keys, mixed_BTN.shape[-1] - 2 * keys], -1)
     qk_BTHK = l2_normalize(qk_BTN.unflatten(-1, (2 * config.key_heads, config.key_size)))
-    qk_BTHK = qk_BTHK.repeat_interleave(config.value_heads // config.key_heads, 2)
-    q_BTHK, k_BTHK = qk_BTHK.split(config.value_heads, 2)
-    q_BTHK = q_BTHK * config.key_size**-0.5
-    v_BTHV = v_BTN.unflatten(-1, (config.value_heads, config.value_size)).float()
     beta_BTH, g_BTH = delta_gates(b_BTH, a_BTH, params.decay_H, params.dt_bias_H)
+    v_BTHV = v_BTN.unflatten(-1, (config.value_heads, config.value_size)).float()
     if projected_BTN.shape[1] == 1:
-        q_BHK, k_BHK, v_BHV, g_BH, beta_BH = (x.squeeze(1) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH))
-        o_BHV, state_BHKV = delta_step(q_BHK, k_BHK, v_BHV, g_BH, beta_BH, cache.state_BHKV)
-        o_BTHV = o_BHV[:, None]
+        o_BTHV, state_BHKV = _step_by_groups(qk_BTHK, v_BTHV, g_BTH, beta_BTH, cache.state_BHKV, config)
     else:
+        qk_BTHK = qk_BTHK.repeat_interleave(config.value_heads // config.key_heads, 2)
+        q_BTHK, k_BTHK = qk_BTHK.split(config.value_heads, 2)
+        q_BTHK = q_BTHK * config.key_size**-0.5
         o_BTHV, state_BHKV = chunk_rule(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, cache.state_BHKV)
     write_delta_(cache, window_BWN, state_BHKV)
     z_BTHV = z_BTN.unflatten(-1, (config.value_heads, config.value_size))
     # the readout stays float32 up to here: a large state overflows float16 before the norm could shrink it
     y_BTHV = rms_norm_gated(o_BTHV, z_BTHV, params.norm_V, eps=config.eps)
     return y_BTHV.to(projected_BTN.dtype).flatten(-2)
+
+
+def _step_by_groups(
+    qk_BTHK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, state_BHKV: Tensor, config: DeltaConfig
+) -> tuple[Tensor, Tensor]:
+    """Take one step with the value heads of a key head as a dimension of their own, so that no key is repeated."""
+    batch, groups = qk_BTHK.shape[0], config.key_heads
+    q_BG1K, k_BG1K = qk_BTHK.view(batch, 2, groups, 1, config.key_size).unbind(1)
+    grouped = (batch, groups, config.value_heads // groups)
+    o_BGRV, state_BGRKV = delta_step(
+        q_BG1K * config.key_size**-0.5,
+        k_BG1K,
+        v_BTHV.reshape(*grouped, config.value_size),
+        g_BTH.reshape(grouped),
+        beta_BTH.reshape(grouped),
+        state_BHKV.reshape(*grouped, config.key_size, config.value_size),
+    )
+    return o_BGRV.reshape(batch, 1, config.value_heads, config.value_size), state_BGRKV.view_as(state_BHKV)

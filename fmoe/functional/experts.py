@@ -113,21 +113,21 @@ def compute_experts_grouped(
 
 
 def compute_experts_loop(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:
-    """Visit the experts of one token after the other: matrix times vector, nothing gathered or sorted.
+    """Visit the routed rows one by one: matrix times vector, nothing gathered or sorted.
 
-    Reads the ids on the host, so it runs on a CPU, uncompiled or behind an op. Fastest for a token or two.
+    Reads the ids on the host, so it runs on a CPU, uncompiled or behind an op. Fastest for a few tokens.
 
     Returns:
         A tensor like x; the formula of ``compute_experts_grouped``.
     """
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
-    rows: list[Tensor] = []
-    for x_D, experts in zip(x_TD, routing.experts_TK.tolist(), strict=True):
-        hidden_KF = swiglu(torch.stack([torch.mv(w_gate_up_EPD[e], x_D) for e in experts]))
-        rows += [torch.mv(w_down_EDF[e], hidden_F) for e, hidden_F in zip(experts, hidden_KF.unbind(), strict=True)]
-    rows_TKD = torch.stack(rows).float().unflatten(0, routing.weights_TK.shape)
-    return torch.bmm(routing.weights_TK[:, None], rows_TKD).squeeze(1).to(x_TD.dtype)
+    ids_TK: list[list[int]] = routing.experts_TK.tolist()
+    pairs = [(e, x_D) for x_D, ids in zip(x_TD.unbind(), ids_TK, strict=True) for e in ids]
+    hidden_NF = swiglu(torch.stack([torch.mv(w_gate_up_EPD[e], x_D) for e, x_D in pairs]))
+    rows = [torch.mv(w_down_EDF[e], hidden_F) for (e, _), hidden_F in zip(pairs, hidden_NF.unbind(), strict=True)]
+    rows_TKD = torch.stack(rows).view(*routing.weights_TK.shape, x_TD.shape[1])
+    return (rows_TKD.float() * routing.weights_TK[..., None]).sum(1).to(x_TD.dtype)
 
 
 def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:
@@ -140,9 +140,12 @@ def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor,
         A tensor like x; the formula of ``compute_experts_grouped``.
     """
     weights_TK, experts_TK = routing
-    dense_TE = torch.zeros(x_TD.shape[0], w_down_EDF.shape[0], dtype=torch.float32, device=x_TD.device)
+    tokens, experts = x_TD.shape[0], w_down_EDF.shape[0]
+    dense_TE = torch.zeros(tokens, experts, dtype=torch.float32, device=x_TD.device)
     dense_TE = dense_TE.scatter_add(1, experts_TK.long(), weights_TK)
-    hidden_ETF = swiglu(torch.matmul(x_TD, w_gate_up_EPD.transpose(1, 2)))
+    # One product with all gate and up rows, the tokens as columns: half the time of a batch of products.
+    gate_up_EPT = torch.mm(w_gate_up_EPD.flatten(0, 1), x_TD.T).unflatten(0, (experts, -1))
+    hidden_ETF = swiglu(gate_up_EPT.transpose(1, 2))
     rows_ETD = torch.bmm(hidden_ETF, w_down_EDF.transpose(1, 2))
     chosen_ETD = torch.where((dense_TE != 0).T[..., None], rows_ETD.float() * dense_TE.T[..., None], 0.0)
     return chosen_ETD.sum(0).to(x_TD.dtype)

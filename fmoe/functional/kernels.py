@@ -18,6 +18,7 @@ class Kernels:
 
     route: Callable[..., Routing] = route_fused
     compute_experts: Callable[..., Tensor] = compute_experts_grouped
+    compute_experts_decode: Callable[..., Tensor] = compute_experts_grouped
     attend_prefill: Callable[..., Tensor] = attend
     attend_decode: Callable[..., Tensor] = attend
     delta_prefill: Callable[..., Tensor] = delta_mix

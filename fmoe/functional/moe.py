@@ -77,7 +77,9 @@ def plan_shared_experts(
     return SharedPlan(slots, count * size, f"fused into {slots} slot{'s' if slots > 1 else ''}")
 
 
-def moe_layer(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, kernels: Kernels) -> Tensor:
+def moe_layer(
+    x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, kernels: Kernels, decode: bool = False
+) -> Tensor:
     """Route each token and sum its experts' outputs; fused shared experts are columns of the same routing.
 
     ``y = sum_k weights_tk expert_{experts_tk}(x_t)``, plus the shared expert's output where it is kept apart.
@@ -87,6 +89,7 @@ def moe_layer(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, kerne
         params: weights; their shapes say what is fused.
         config: the routing rule.
         kernels: implementations of route and compute_experts.
+        decode: the rows are one token each of several sequences; takes ``compute_experts_decode``.
 
     Returns:
         A tensor like x.
@@ -97,7 +100,8 @@ def moe_layer(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, kerne
     if config.round_weights and config.float32_logits:
         # The float32 logits did not tell route the dtype in which this family multiplies.
         routing = routing._replace(weights_TK=routing.weights_TK.to(x_TD.dtype).float())
-    y_TD = kernels.compute_experts(x_TD, routing, params.w_gate_up_EPD, params.w_down_EDF)
+    compute_experts = kernels.compute_experts_decode if decode else kernels.compute_experts
+    y_TD = compute_experts(x_TD, routing, params.w_gate_up_EPD, params.w_down_EDF)
     return y_TD if params.shared is None else add_shared_expert(y_TD, x_TD, params.shared)
 
 

@@ -105,16 +105,22 @@ def select_largest(values_TE: Tensor, k: int, /) -> Tensor:
     Returns:
         int64 indices [T, k], largest value first.
     """
+    return _take_largest(values_TE.float(), k)[1]
+
+
+def _take_largest(values_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Give the k largest values of each row and their indices."""
     count = values_TE.shape[-1]
-    values_TE = values_TE.float()
     if count <= SORTED_EXPERTS:
-        return values_TE.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+        sorted_TE, order_TE = values_TE.sort(dim=-1, descending=True, stable=True)
+        return sorted_TE[..., :k], order_TE[..., :k]
     # NaN comes with either sign; one bit pattern above all numbers makes it the largest.
     bits_TE = (values_TE + 0.0).view(torch.int32).masked_fill(values_TE.isnan(), 0x7FC00000)
     ordered_TE = (bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)).long()
     descending_E = torch.arange(count - 1, -1, -1, device=values_TE.device)
-    keys_TK = torch.topk((ordered_TE << 32) | descending_E, k).values
-    return count - 1 - (keys_TK & 0xFFFFFFFF)
+    keys_TK: Tensor = torch.topk((ordered_TE << 32) | descending_E, k).values
+    indices_TK = count - 1 - (keys_TK & 0xFFFFFFFF)
+    return values_TE.gather(-1, indices_TK), indices_TK
 
 
 def keep_best_groups(values_TE: Tensor, /, *, groups: int, kept: int, group_score: GroupScore) -> Tensor:
@@ -171,8 +177,10 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, /) -> 
         if config.group_score == "max" and bias_E is None:
             # Where kept experts underflow to 0 a dropped one may be chosen by its id; its weight is 0 too.
             scores_TE = choice_TE
-    experts_TK = select_largest(choice_TE, config.top_k)
-    weights_TK = weigh_chosen(scores_TE.gather(-1, experts_TK), config, dtype=logits_TE.dtype)
+    chosen_TK, experts_TK = _take_largest(choice_TE, config.top_k)
+    if choice_TE is not scores_TE:
+        chosen_TK = scores_TE.gather(-1, experts_TK)
+    weights_TK = weigh_chosen(chosen_TK, config, dtype=logits_TE.dtype)
     return Routing(weights_TK, experts_TK.int())
 
 
@@ -217,12 +225,15 @@ def inject_shared_experts(routing: Routing, gate_logits_TS: Tensor | None, /, *,
         Routing of K + S columns.
     """
     tokens, device = routing.experts_TK.shape[0], routing.experts_TK.device
-    ids_TS = torch.arange(first, first + slots, dtype=torch.int32, device=device).expand(tokens, slots)
-    if gate_logits_TS is None:
-        weights_TS = torch.ones(tokens, slots, dtype=torch.float32, device=device)
+    if slots == 1:
+        experts_TK = F.pad(routing.experts_TK, (0, 1), value=first)  # one call for what takes three below
     else:
-        weights_TS = gate_logits_TS.float().sigmoid().expand(tokens, slots)
-    return Routing(torch.cat((routing.weights_TK, weights_TS), -1), torch.cat((routing.experts_TK, ids_TS), -1))
+        ids_TS = torch.arange(first, first + slots, dtype=torch.int32, device=device).expand(tokens, slots)
+        experts_TK = torch.cat((routing.experts_TK, ids_TS), -1)
+    if gate_logits_TS is None:
+        return Routing(F.pad(routing.weights_TK, (0, slots), value=1.0), experts_TK)
+    weights_TS = gate_logits_TS.float().sigmoid().expand(tokens, slots)
+    return Routing(torch.cat((routing.weights_TK, weights_TS), -1), experts_TK)
 
 
 def route_fused(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, /, *, slots: int) -> Routing:

@@ -27,7 +27,7 @@ class RandomFill:
     def __init__(self):
         self.rng = torch.Generator().manual_seed(0)
 
-    def __call__(self, shape, pieces, /, *, dtype=None):
+    def __call__(self, shape, pieces, /, *, dtype=None, by_columns=False):
         return torch.nn.Parameter(torch.randn(tuple(shape), generator=self.rng) * 0.2, requires_grad=False)
 
 

@@ -219,7 +219,7 @@ def test_latent_params_read_every_tensor_once(rank):
     class Fill:
         names = frozenset()
 
-        def __call__(self, shape, pieces, /, *, dtype=None):
+        def __call__(self, shape, pieces, /, *, dtype=None, by_columns=False):
             asked.update({piece.name: piece.shape for piece in pieces})
             return torch.empty(tuple(shape))
 
