@@ -116,7 +116,9 @@ def load(
         dtype=resolved_dtype,
         device=resolved_device,
         eager=Steps(architecture.make_layers(config, choose(resolved_device, compiled=False)), head, compiled=False),
-        graphs=compile_steps(architecture.make_layers(config, choose(resolved_device, compiled=True)), head),
+        graphs=compile_steps(
+            architecture.make_layers(config, choose(resolved_device, compiled=True)), head, device=resolved_device
+        ),
         compile=compile,
         text=text,
         defaults=defaults,

@@ -9,7 +9,7 @@ looks at a multiple of 64 of them. Prefill runs row by row in chunks, decode in 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +39,67 @@ def visible_slots(tokens: int) -> int:
     return max(-(-tokens // SLOTS), 1) * SLOTS
 
 
-def compile_steps(layers: Mapping[str, Layer], logits: Callable[..., Tensor], *, backend: str = "inductor") -> Steps:
-    """Compile each function when it is first called; nothing of the compiler is loaded before."""
-    compiled = {kind: _compile_lazily(kind, layer, backend) for kind, layer in layers.items()}
-    return Steps(compiled, _compile_lazily("logits", logits, backend), compiled=True)
+def compile_steps(
+    layers: Mapping[str, Layer],
+    logits: Callable[..., Tensor],
+    *,
+    device: torch.device,
+    backend: str = "inductor",
+    skip_guards: bool = True,
+) -> Steps:
+    """Compile each function when it is first called; nothing of the compiler is loaded before.
+
+    Args:
+        layers: one function per layer kind, ``(x [B, T, D], params, ...)``.
+        logits: the head, ``(x [rows, D], ...)``.
+        device: where they will run.
+        backend: of torch.compile.
+        skip_guards: trust that decode steps of one model differ in nothing but what their variants tell apart.
+    """
+
+    def compiled(name: str, function: Layer) -> Layer:
+        return _compile_lazily(name, function, device, backend, skip_guards)
+
+    return Steps({kind: compiled(kind, layer) for kind, layer in layers.items()}, compiled("logits", logits), True)
 
 
-def _compile_lazily(name: str, function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+class _Graphs(NamedTuple):
+    """The graphs of one function for one use, and the variants that were traced."""
+
+    get: Callable[[], Callable[..., Tensor]]
+    traced: set[tuple[int, ...]]
+
+
+def _compile_lazily(
+    name: str, function: Callable[..., Tensor], device: torch.device, backend: str, skip_guards: bool
+) -> Callable[..., Tensor]:
+    # On a CPU the small kernels of a decode step cost less than the Python that calls them: C++ calls them there.
+    fast = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}
+    decode, prefill = _make_graphs(name, function, backend, fast), _make_graphs(name, function, backend, {})
+
+    def call(x: Tensor, params: Any, *arguments: Any) -> Tensor:
+        steps = x.dim() == 2 or x.shape[1] == 1
+        get, traced = decode if steps else prefill
+        variant = (id(params), *(size == 1 for size in x.shape[:-1]))
+        if variant not in traced:
+            # Marks and the limit matter while tracing alone; this may trace. Each dense or sparse layer, dtype and
+            # 0/1 variant is one more graph of the same code object, and torch's own limit is 8.
+            _mark_sizes(x, arguments)
+            with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
+                y = get()(x, params, *arguments)
+            traced.add(variant)
+            return y
+        if not (steps and skip_guards):
+            return get()(x, params, *arguments)
+        # These parameters and this variant have their graph, and nothing else can differ between two steps of one
+        # model, so only the guards that tell its graphs apart are evaluated: 16 us less a layer.
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            return get()(x, params, *arguments)
+
+    return call
+
+
+def _make_graphs(name: str, function: Callable[..., Tensor], backend: str, options: dict[str, Any]) -> _Graphs:
     def graph(*arguments: Any) -> Tensor:
         return function(*arguments)
 
@@ -55,22 +109,9 @@ def _compile_lazily(name: str, function: Callable[..., Tensor], backend: str) ->
 
     @functools.cache
     def compiled() -> Callable[..., Tensor]:
-        return torch.compile(graph, fullgraph=True, dynamic=False, backend=backend)
+        return torch.compile(graph, fullgraph=True, dynamic=False, backend=backend, options=options or None)
 
-    traced: set[tuple[int, ...]] = set()
-
-    def call(x: Tensor, params: Any, *arguments: Any) -> Tensor:
-        variant = (id(params), *(size == 1 for size in x.shape[:-1]))
-        if variant in traced:
-            return compiled()(x, params, *arguments)
-        # Marks and the limit matter while tracing alone; this may trace. Each dense or sparse layer, dtype and
-        # 0/1 variant is one more graph of the same code object, and torch's own limit is 8.
-        _mark_sizes(x, arguments)
-        traced.add(variant)
-        with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
-            return compiled()(x, params, *arguments)
-
-    return call
+    return _Graphs(compiled, set())
 
 
 # Dimensions whose size changes from step to step, by the letters that end a tensor's name.

@@ -137,7 +137,7 @@ def check_compiled(model):
     """Hold compiled layers to the plain ones over mixed lengths and batches, with no graph after the warm-up."""
     layers = model.architecture.make_layers(model.config, choose(model.device, compiled=True))
     head = partial(compute_logits, eps=model.config.decoder.eps)
-    steps = compile_steps(layers, head, backend="aot_eager")
+    steps = compile_steps(layers, head, device=torch.device("cpu"), backend="aot_eager")
     compiled = replace(model, graphs=steps, compile=True)
     prompts = [draw_ids(n, seed=n) for n in (1, 5)]
     for warm_up in ([prompts[0]], [prompts[1]], prompts):

@@ -214,7 +214,7 @@ def with_graphs(model, backend):
     """The model, forced to run its layers compiled by ``backend``."""
     layers = model.architecture.make_layers(model.config, choose(model.device, compiled=True))
     head = partial(compute_logits, eps=model.config.decoder.eps)
-    return replace(model, graphs=compile_steps(layers, head, backend=backend), compile=True)
+    return replace(model, graphs=compile_steps(layers, head, device=model.device, backend=backend), compile=True)
 
 
 def test_compiled_equals_eager(make_reference):
