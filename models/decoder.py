@@ -21,7 +21,7 @@ from fmoe.functional.rotary import RopeConfig, rotary_frequencies
 from fmoe.functional.routing import RouterConfig
 
 from .settings import Raw, read_bool, read_float, read_int
-from .weights import Fill, Piece, matrix
+from .weights import Fill, Piece, plain
 
 Layer = Callable[..., Tensor]
 Layers = Mapping[str, Layer]
@@ -97,7 +97,7 @@ def frame_params(
 ) -> Params:
     """Add embedding and head to the layers; a tied head is the embedding."""
     shape = (config.vocab_size, config.hidden_size)
-    embed_VD = matrix(fill, f"{prefix}.embed_tokens.weight", shape)
+    embed_VD = plain(fill, f"{prefix}.embed_tokens.weight", shape)
     head_VD = embed_VD if config.tied else fill(shape, [Piece("lm_head.weight", shape)], by_columns=True)
     return Params(embed_VD, layers, norm_D, head_VD)
 

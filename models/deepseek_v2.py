@@ -27,7 +27,7 @@ from .decoder import (
 )
 from .mla import LatentConfig, latent_cache, latent_config, latent_mixer, latent_params
 from .settings import Raw, read_float, read_int, read_rope, require
-from .weights import ExpertNames, Fill, gate_and_up, matrix, moe_params
+from .weights import ExpertNames, Fill, gate_and_up, moe_params, plain
 
 MODEL_TYPES: tuple[str, ...] = ("deepseek_v2",)
 ARCHITECTURES: tuple[str, ...] = ("DeepseekV2ForCausalLM",)
@@ -120,9 +120,9 @@ def build_params(fill: Fill, config: Config) -> Params:
         prefix = f"model.layers.{i}"
         layers.append(
             LayerParams(
-                matrix(fill, f"{prefix}.input_layernorm.weight", (hidden,)),
+                plain(fill, f"{prefix}.input_layernorm.weight", (hidden,)),
                 latent_params(fill, f"{prefix}.self_attn", config.attention, hidden),
-                matrix(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+                plain(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
                 gate_and_up(fill, f"{prefix}.mlp", config.intermediate_size, hidden)
                 if i < config.dense_layers
                 else moe_params(
@@ -130,7 +130,7 @@ def build_params(fill: Fill, config: Config) -> Params:
                 ),
             )
         )
-    return frame_params(fill, config.decoder, tuple(layers), matrix(fill, "model.norm.weight", (hidden,)))
+    return frame_params(fill, config.decoder, tuple(layers), plain(fill, "model.norm.weight", (hidden,)))
 
 
 def make_layers(config: Config, kernels: Kernels) -> Layers:

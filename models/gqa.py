@@ -18,7 +18,7 @@ from fmoe.functional.norm import rms_norm
 from fmoe.functional.rotary import apply_rotary
 
 from .settings import Raw, read_int
-from .weights import Fill, Piece, matrix, rows
+from .weights import Fill, Piece, matrix, plain, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def attention_params(
         sizes = {"q": queries, "k": keys, "v": keys}
         bias_N = rows(fill, [Piece(f"{prefix}.{name}_proj.bias", (n,)) for name, n in sizes.items()])
     if "o" in biased:
-        bias_out_D = matrix(fill, f"{prefix}.o_proj.bias", (hidden,))
+        bias_out_D = plain(fill, f"{prefix}.o_proj.bias", (hidden,))
     norm_HC = None if norm is None else _head_norms(fill, prefix, config, centred=norm == "centred")
     w_out_DN = matrix(fill, f"{prefix}.o_proj.weight", (hidden, queries))
     return AttentionParams(w_in_ND, bias_N, norm_HC, w_out_DN, bias_out_D)
@@ -133,13 +133,14 @@ def attention_mixer(
     Returns:
         A tensor like x.
     """
-    qk_BTN, v_BTN, gate_BTN = F.linear(x_BTD, params.w_in_ND, params.bias_N).split(config.split_sizes, -1)
-    qk_BTHC = qk_BTN.unflatten(-1, (-1, config.head_size))
+    qk_BTN, v_BTN, gate_BTN = F.linear(x_BTD, params.w_in_ND, params.bias_N).split_with_sizes(config.split_sizes, -1)
+    step = x_BTD.shape[:2]
+    qk_BTHC = qk_BTN.view(*step, config.heads + config.kv_heads, config.head_size)
     if params.norm_HC is not None:
         qk_BTHC = rms_norm(qk_BTHC, params.norm_HC, eps=config.eps)
     qk_BTHC = apply_rotary(qk_BTHC, placement.cos_BTR, placement.sin_BTR)
-    q_BTHC, k_BTJC = qk_BTHC.split([config.heads, config.kv_heads], 2)
-    append_kv_(cache, k_BTJC, v_BTN.unflatten(-1, (-1, config.head_size)), placement.positions_BT)
+    q_BTHC, k_BTJC = qk_BTHC.split_with_sizes([config.heads, config.kv_heads], 2)
+    append_kv_(cache, k_BTJC, v_BTN.view(*step, config.kv_heads, config.head_size), placement.positions_BT)
     mask_BTM = placement.window_mask_BTM if config.windowed else placement.mask_BTM
     assert mask_BTM is not None
     visible = mask_BTM.shape[-1]

@@ -17,7 +17,7 @@ from fmoe.functional.routing import RouterConfig
 from .decoder import DecoderConfig, LayerParams, Layers, Params, State, frame_params, make_state, residual_layer
 from .gqa import AttentionConfig, attention_cache, attention_mixer, attention_params
 from .settings import Raw, read_int
-from .weights import ExpertNames, Fill, gate_and_up, matrix, moe_params
+from .weights import ExpertNames, Fill, gate_and_up, moe_params, plain
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -74,7 +74,7 @@ def build_params(fill: Fill, config: Config, *, moe: str = "mlp") -> Params:
         prefix = f"model.layers.{i}"
         layers.append(
             LayerParams(
-                matrix(fill, f"{prefix}.input_layernorm.weight", (hidden,)),
+                plain(fill, f"{prefix}.input_layernorm.weight", (hidden,)),
                 attention_params(
                     fill,
                     f"{prefix}.self_attn",
@@ -83,7 +83,7 @@ def build_params(fill: Fill, config: Config, *, moe: str = "mlp") -> Params:
                     biased=config.biased,
                     norm="standard" if config.head_norms else None,
                 ),
-                matrix(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+                plain(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
                 moe_params(
                     fill, f"{prefix}.{moe}", config.router, config.shared, config.expert_size, hidden, config.names
                 )
@@ -91,7 +91,7 @@ def build_params(fill: Fill, config: Config, *, moe: str = "mlp") -> Params:
                 else gate_and_up(fill, f"{prefix}.mlp", config.intermediate_size, hidden),
             )
         )
-    return frame_params(fill, config.decoder, tuple(layers), matrix(fill, "model.norm.weight", (hidden,)))
+    return frame_params(fill, config.decoder, tuple(layers), plain(fill, "model.norm.weight", (hidden,)))
 
 
 def make_layers(config: Config, kernels: Kernels) -> Layers:

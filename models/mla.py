@@ -19,7 +19,7 @@ from fmoe.functional.norm import rms_norm
 from fmoe.functional.rotary import RopeConfig, apply_rotary, apply_rotary_interleaved, yarn_mscale
 
 from .settings import Raw, read_float, read_int, require
-from .weights import Fill, Piece, matrix, rows
+from .weights import Fill, Piece, matrix, plain, rows
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
@@ -112,9 +112,9 @@ def latent_params(fill: Fill, prefix: str, config: LatentConfig, hidden: int, /)
     )
     return LatentParams(
         w_in_ND=rows(fill, parts, hidden),
-        q_norm_Q=None if rank is None else matrix(fill, f"{prefix}.q_a_layernorm.weight", (rank,)),
+        q_norm_Q=None if rank is None else plain(fill, f"{prefix}.q_a_layernorm.weight", (rank,)),
         w_q_NQ=None if rank is None else matrix(fill, f"{prefix}.q_b_proj.weight", (queries, rank)),
-        norm_R=matrix(fill, f"{prefix}.kv_a_layernorm.weight", (latent,)),
+        norm_R=plain(fill, f"{prefix}.kv_a_layernorm.weight", (latent,)),
         w_kv_HCR=fill((heads, head_rows, latent), [kv]),
         w_out_DN=matrix(fill, f"{prefix}.o_proj.weight", (hidden, heads * config.value_size)),
     )

@@ -33,7 +33,7 @@ from .decoder import (
 )
 from .gqa import AttentionConfig, AttentionParams, attention_cache, attention_config, attention_mixer, attention_params
 from .settings import Raw, read_bool, read_float, read_int, read_ints, read_rope, require
-from .weights import ExpertNames, Fill, Piece, gate_and_up, matrix, moe_params, rows, zero_centred_norm
+from .weights import ExpertNames, Fill, Piece, gate_and_up, matrix, moe_params, plain, rows, zero_centred_norm
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
 ARCHITECTURES: tuple[str, ...] = ("Qwen3NextForCausalLM",)
@@ -155,8 +155,8 @@ def _delta_params(fill: Fill, prefix: str, config: DeltaConfig, hidden: int) -> 
         w_in_ND=rows(fill, parts, hidden, counts=[keys, keys, values, values, heads, heads]),
         w_conv_WN=fill((taps, channels), [conv]),
         decay_H=fill((heads,), [decay], dtype=torch.float32),
-        dt_bias_H=matrix(fill, f"{prefix}.dt_bias", (heads,), dtype=torch.float32),
-        norm_V=matrix(fill, f"{prefix}.norm.weight", (config.value_size,)),
+        dt_bias_H=plain(fill, f"{prefix}.dt_bias", (heads,), dtype=torch.float32),
+        norm_V=plain(fill, f"{prefix}.norm.weight", (config.value_size,)),
         w_out_DN=matrix(fill, f"{prefix}.out_proj.weight", (hidden, values)),
     )
 

@@ -53,9 +53,14 @@ class Fill(Protocol):
         ...
 
 
-def matrix(fill: Fill, name: str, shape: tuple[int, ...], /, *, dtype: torch.dtype | None = None) -> Tensor:
+def plain(fill: Fill, name: str, shape: tuple[int, ...], /, *, dtype: torch.dtype | None = None) -> Tensor:
     """One checkpoint tensor as it is."""
     return fill(shape, [Piece(name, shape)], dtype=dtype)
+
+
+def matrix(fill: Fill, name: str, shape: tuple[int, int], /) -> Tensor:
+    """One checkpoint tensor that rows are multiplied with."""
+    return fill(shape, [Piece(name, shape)], by_columns=True)
 
 
 def zero_centred_norm(fill: Fill, name: str, size: int, /) -> Tensor:
@@ -77,7 +82,9 @@ def rows(
     for part, count in zip(parts, counts or [part.shape[0] for part in parts], strict=True):
         placed.append(part._replace(into=(slice(start, start + count),)))
         start += count
-    return fill((start,) if columns is None else (start, columns), placed, dtype=dtype)
+    if columns is None:
+        return fill((start,), placed, dtype=dtype)
+    return fill((start, columns), placed, dtype=dtype, by_columns=True)
 
 
 def gate_and_up(fill: Fill, prefix: str, width: int, hidden: int, /) -> MLPParams:
@@ -139,7 +146,7 @@ def moe_params(
     w_gate_up_EPD, w_down_EDF = expert_stacks(fill, prefix, router, shared, width, hidden, names)
     bias_E = None
     if names.bias is not None:
-        bias_E = matrix(fill, f"{prefix}.{names.bias}", (router.num_experts,), dtype=torch.float32)
+        bias_E = plain(fill, f"{prefix}.{names.bias}", (router.num_experts,), dtype=torch.float32)
     apart = None
     if not shared.width and f"{prefix}.{names.shared}.down_proj.weight" in fill.names:
         # a shared expert of width 0 is stored too: its tensors must have that shape, and nothing of them is kept

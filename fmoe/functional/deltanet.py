@@ -129,11 +129,11 @@ def delta_step(
     Source: arXiv:2412.06464, eq. 10.
     """
     # Sums of products and not bmm: they fuse under a compiler, and on a CPU a bmm this small mostly wakes threads.
+    q_BHK1, k_BHK1 = q_BHK.unsqueeze(-1), k_BHK.unsqueeze(-1)
     state_BHKV = state_BHKV * g_BH.exp()[..., None, None]
-    read_BHV = (state_BHKV * k_BHK[..., None]).sum(-2)
-    delta_BHV = (v_BHV - read_BHV) * beta_BH[..., None]
-    state_BHKV = torch.addcmul(state_BHKV, k_BHK[..., None], delta_BHV[..., None, :])
-    return (state_BHKV * q_BHK[..., None]).sum(-2), state_BHKV
+    delta_BHV = (v_BHV - (state_BHKV * k_BHK1).sum(-2)) * beta_BH.unsqueeze(-1)
+    state_BHKV = torch.addcmul(state_BHKV, k_BHK1, delta_BHV.unsqueeze(-2))
+    return (state_BHKV * q_BHK1).sum(-2), state_BHKV
 
 
 def delta_recurrent(
@@ -239,13 +239,14 @@ def delta_mix(
     Returns:
         [B, T, H * V], the dtype of the projection.
     """
-    mixed_BTN, z_BTN, b_BTH, a_BTH = projected_BTN.split(config.split_sizes, -1)
+    mixed_BTN, z_BTN, b_BTH, a_BTH = projected_BTN.split_with_sizes(config.split_sizes, -1)
     mixed_BTN, window_BWN = causal_conv(mixed_BTN, cache.window_BWN, params.w_conv_WN)
     keys = config.key_heads * config.key_size
-    qk_BTN, v_BTN = mixed_BTN.split([2 * keys, mixed_BTN.shape[-1] - 2 * keys], -1)
-    qk_BTHK = l2_normalize(qk_BTN.unflatten(-1, (2 * config.key_heads, config.key_size)))
+    qk_BTN, v_BTN = mixed_BTN.split_with_sizes([2 * keys, mixed_BTN.shape[-1] - 2 * keys], -1)
+    heads = projected_BTN.shape[:2]  # view is half the price of unflatten, and a decode step is made of such calls
+    qk_BTHK = l2_normalize(qk_BTN.view(*heads, 2 * config.key_heads, config.key_size))
     beta_BTH, g_BTH = delta_gates(b_BTH, a_BTH, params.decay_H, params.dt_bias_H)
-    v_BTHV = v_BTN.unflatten(-1, (config.value_heads, config.value_size)).float()
+    v_BTHV = v_BTN.view(*heads, config.value_heads, config.value_size).float()
     if projected_BTN.shape[1] == 1:
         o_BTHV, state_BHKV = _step_by_groups(qk_BTHK, v_BTHV, g_BTH, beta_BTH, cache.state_BHKV, config)
     else:
@@ -254,7 +255,7 @@ def delta_mix(
         q_BTHK = q_BTHK * config.key_size**-0.5
         o_BTHV, state_BHKV = chunk_rule(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, cache.state_BHKV)
     write_delta_(cache, window_BWN, state_BHKV)
-    z_BTHV = z_BTN.unflatten(-1, (config.value_heads, config.value_size))
+    z_BTHV = z_BTN.view(*heads, config.value_heads, config.value_size)
     # the readout stays float32 up to here: a large state overflows float16 before the norm could shrink it
     y_BTHV = rms_norm_gated(o_BTHV, z_BTHV, params.norm_V, eps=config.eps)
     return y_BTHV.to(projected_BTN.dtype).flatten(-2)
@@ -275,4 +276,4 @@ def _step_by_groups(
         beta_BTH.reshape(grouped),
         state_BHKV.reshape(*grouped, config.key_size, config.value_size),
     )
-    return o_BGRV.reshape(batch, 1, config.value_heads, config.value_size), state_BGRKV.view_as(state_BHKV)
+    return o_BGRV.view_as(v_BTHV), state_BGRKV.view_as(state_BHKV)

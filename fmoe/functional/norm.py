@@ -23,8 +23,8 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, /, *, eps: float) -> Tensor:
     Source: arXiv:1910.07467, eq. 4.
     """
     if weight_D.dtype == torch.float32 and weight_D.dim() == 1:
-        return F.rms_norm(x_D.float(), x_D.shape[-1:], weight_D, eps).to(x_D.dtype)
-    normed_D = F.rms_norm(x_D.float(), x_D.shape[-1:], None, eps)
+        return torch.rms_norm(x_D.float(), x_D.shape[-1:], weight_D, eps).to(x_D.dtype)
+    normed_D = torch.rms_norm(x_D.float(), x_D.shape[-1:], None, eps)
     return (normed_D.to(weight_D.dtype) * weight_D).to(x_D.dtype)
 
 

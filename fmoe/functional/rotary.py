@@ -110,7 +110,7 @@ def apply_rotary(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, /) -> Tensor:
     """
     half = cos_BTR.shape[-1]
     cos_BTHR, sin_BTHR = cos_BTR[:, :, None], sin_BTR[:, :, None]
-    first_BTHR, second_BTHR, rest_BTHC = x_BTHC.split([half, half, x_BTHC.shape[-1] - 2 * half], -1)
+    first_BTHR, second_BTHR, rest_BTHC = x_BTHC.split_with_sizes([half, half, x_BTHC.shape[-1] - 2 * half], -1)
     rotated = (
         first_BTHR * cos_BTHR - second_BTHR * sin_BTHR,
         second_BTHR * cos_BTHR + first_BTHR * sin_BTHR,
