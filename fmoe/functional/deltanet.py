@@ -177,7 +177,7 @@ def delta_chunked(
         g_BTH: float32.
         beta_BTH: float32.
         state_BHKV: state before the first token.
-        chunk: C.
+        chunk: C, at most.
 
     Returns:
         (o_BTHV, the state after the last token), float32, equal to ``delta_recurrent`` up to rounding.
@@ -187,7 +187,7 @@ def delta_chunked(
     tokens = q_BTHK.shape[1]
     if tokens == 0:
         return torch.zeros_like(v_BTHV), state_BHKV
-    chunk = min(chunk, tokens)
+    chunk = -(-tokens // -(-tokens // chunk))  # as many chunks as asked for, of equal size
     padding = -tokens % chunk  # rows with k = v = beta = g = 0 leave the state alone
 
     def split(x: Tensor) -> Tensor:
@@ -197,8 +197,7 @@ def delta_chunked(
     q, k, v = split(q_BTHK), split(k_BTHK), split(v_BTHV)
     # float64: after one strong decay the float32 sum is too coarse for the differences of the weak ones behind it
     beta, g = split(beta_BTH)[..., None], split(g_BTH).cumsum(-1, dtype=torch.float64)
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    ratio = (g[..., :, None] - g[..., None, :]).to(g_BTH.dtype).masked_fill_(~lower, -torch.inf).exp_()
+    ratio = (g[..., :, None] - g[..., None, :]).to(g_BTH.dtype).exp_().tril_()  # infinite above the diagonal alone
     decay = g.to(g_BTH.dtype).exp()[..., None]
     a = (k * beta) @ k.transpose(-1, -2) * ratio  # the solve reads its strictly lower part alone
     writes, reads = torch.linalg.solve_triangular(
