@@ -1,0 +1,294 @@
+"""Expert kernels for few tokens: a matrix-vector product for each pair, or each expert's rows together.
+
+Letters: T tokens, D hidden, E routed experts, K routed experts per token, S shared slots (ids E.., in every row),
+F expert width, N = T * (K + S) pairs.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fmoe.functional.routing import RouterConfig, Routing
+
+from .route import (
+    Table,
+    choice_constants,
+    choose_row,
+    compute_logits,
+    launch_options,
+    wait_for_previous,
+    weigh_row,
+    write_row,
+)
+from .settings import Settings
+from .tiles import down_tile, gate_up_tile
+
+
+@triton.jit
+def gate_up_pair(
+    x, w, h, e, t, n, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
+    """h[n] = silu(g) u of token t with expert e, columns of block pn."""
+    o_n = pn * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    even: tl.constexpr = (F % BN == 0) and (D % BK == 0)
+    at = w + e.to(tl.int64) * (2 * F * D) + o_n[:, None] * D + o_k[None, :]
+    gate = tl.zeros((BN, BK), tl.float32)
+    up = tl.zeros((BN, BK), tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
+        if even:
+            a = tl.load(at + k)
+            b = tl.load(at + F * D + k)
+            v = tl.load(x + t.to(tl.int64) * D + k + o_k)
+        else:
+            inside = (o_n[:, None] < F) & (k + o_k[None, :] < D)
+            a = tl.load(at + k, mask=inside, other=0.0)
+            b = tl.load(at + F * D + k, mask=inside, other=0.0)
+            v = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
+        v32 = v.to(tl.float32)[None, :]
+        gate += a.to(tl.float32) * v32
+        up += b.to(tl.float32) * v32
+    g = tl.sum(gate, 1)
+    y = g * tl.sigmoid(g) * tl.sum(up, 1)
+    tl.store(h + n.to(tl.int64) * F + o_n, y.to(h.dtype.element_ty), mask=o_n < F)
+
+
+@triton.jit
+def gate_up_slots(
+    x, w, h, ids, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One pair and BN gate and up rows; grid (F / BN, N)."""
+    n = tl.program_id(1)
+    wait_for_previous(PDL)
+    e = tl.load(ids + n)
+    gate_up_pair(x, w, h, e, n // KS, n, tl.program_id(0), D, F, BN, BK, STAGES)
+
+
+@triton.jit
+def gate_up_choosing(
+    x, w, h, logits, bias, ids_out, weights_out, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
+    G: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RENORM: tl.constexpr, FLOOR: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, SPLITS: tl.constexpr,
+    ROUND: tl.constexpr, ROUND_WEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """``gate_up_slots`` that chooses the token's experts in every program; a token's first writes the routing."""
+    pn = tl.program_id(0)
+    n = tl.program_id(1)
+    t = n // (K + S)
+    j = n % (K + S)
+    wait_for_previous(PDL)
+    e = E + j - K
+    if j < K:
+        chosen, largest, total = choose_row(
+            logits, bias, t, T, E, R, K, KP, GP, EP, G, KEPT, TOP2, SCORING, HAS_BIAS, SPLITS, ROUND
+        )
+        e = tl.sum(tl.where(tl.arange(0, KP) == j, chosen, 0), 0)
+        if (pn == 0) & (j == 0):
+            weights = weigh_row(
+                logits, chosen, t, T, largest, total, R, K, KP, SCORING, RENORM, FLOOR, EPS, SCALE, SPLITS, ROUND,
+                ROUND_WEIGHTS,
+            )  # fmt: skip
+            write_row(logits, chosen, weights, ids_out, weights_out, t, T, E, R, K, KP, S, SP, SPLITS, ROUND)
+    gate_up_pair(x, w, h, e, t, n, pn, D, F, BN, BK, STAGES)
+
+
+@triton.jit
+def down_token(
+    h, w, ids, weights, y, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BN columns of one token's y, over its experts in order; grid (D / BN, T)."""
+    t = tl.program_id(1)
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    steps: tl.constexpr = (F + BK - 1) // BK
+    even: tl.constexpr = (D % BN == 0) and (F % BK == 0)
+    wait_for_previous(PDL)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for i in tl.range(0, KS * steps, num_stages=STAGES):
+        n = t * KS + i // steps
+        k = (i % steps) * BK
+        e = tl.load(ids + n).to(tl.int64)
+        weight = tl.load(weights + n)
+        at = w + e * (D * F) + o_n[:, None] * F + k + o_k[None, :]
+        if even:
+            a = tl.load(at)
+            v = tl.load(h + n.to(tl.int64) * F + k + o_k)
+        else:
+            a = tl.load(at, mask=(o_n[:, None] < D) & (k + o_k[None, :] < F), other=0.0)
+            v = tl.load(h + n.to(tl.int64) * F + k + o_k, mask=k + o_k < F, other=0.0)
+        acc += a.to(tl.float32) * (v.to(tl.float32) * weight)[None, :]
+    out = tl.sum(acc, 1).to(y.dtype.element_ty)
+    tl.store(y + t.to(tl.int64) * D + o_n, out, mask=o_n < D)
+
+
+@triton.jit
+def find_rows(
+    ids, counts, ranks, p, T, E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, OWNERS: tl.constexpr
+):
+    """Expert and range of its rows for program row p: first the shared slots tile by tile, then the routed experts."""
+    tiles = tl.cdiv(T, BM)
+    e = E + p // tiles
+    first = (p % tiles) * BM
+    last = tl.minimum(first + BM, T)
+    q = p - S * tiles
+    if q >= 0:
+        e = q
+        owner = q >= 0
+        if OWNERS:
+            e = tl.load(ids + q // K * (K + S) + q % K)
+            owner = tl.load(ranks + q) == 0
+        first = 0 * q
+        last = tl.where(owner, tl.load(counts + e), 0)
+    return e, first, last
+
+
+@triton.jit
+def gate_up_grouped(
+    x, w, h, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, OWNERS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """All rows of one expert and BN gate and up rows; grid (F / BN, shared tiles + experts or pairs)."""
+    wait_for_previous(PDL)
+    e, first, last = find_rows(ids, counts, ranks, tl.program_id(1), T, E, K, S, BM, OWNERS)
+    for m in range(first, last, BM):
+        o_m = m + tl.arange(0, BM)
+        n = tl.load(rows + e.to(tl.int64) * T + o_m, mask=o_m < last, other=0)
+        gate_up_tile(x, w, h, n // (K + S), n, o_m < last, e, tl.program_id(0), D, F, BM, BN, BK, STAGES, True, False)
+
+
+@triton.jit
+def down_grouped(
+    h, w, y, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, OWNERS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """All rows of one expert and BN of its D rows; y holds one row for each pair."""
+    wait_for_previous(PDL)
+    e, first, last = find_rows(ids, counts, ranks, tl.program_id(1), T, E, K, S, BM, OWNERS)
+    for m in range(first, last, BM):
+        o_m = m + tl.arange(0, BM)
+        n = tl.load(rows + e.to(tl.int64) * T + o_m, mask=o_m < last, other=0)
+        down_tile(h, w, y, n, n, o_m < last, e, tl.program_id(0), D, F, BM, BN, BK, STAGES, True, False)
+
+
+@triton.jit
+def combine_pairs(pairs, weights, y, D: tl.constexpr, KS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
+    """Weighted sum of a token's K + S rows in order; grid (T, D / BD)."""
+    t = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    wait_for_previous(PDL)
+    acc = tl.zeros((BD,), tl.float32)
+    for j in tl.static_range(KS):
+        row = tl.load(pairs + (t * KS + j) * D + o_d, mask=o_d < D, other=0.0)
+        acc += tl.load(weights + t * KS + j) * row.to(tl.float32)
+    tl.store(y + t * D + o_d, acc.to(y.dtype.element_ty), mask=o_d < D)
+
+
+def combine(pairs_ND: Tensor, weights_TK: Tensor, settings: Settings, /) -> Tensor:
+    """Sum each token's rows, weighted, in float32 and in the order of the columns."""
+    (tokens, columns), hidden = weights_TK.shape, pairs_ND.shape[1]
+    y_TD = torch.empty(tokens, hidden, dtype=pairs_ND.dtype, device=pairs_ND.device)
+    grid = (tokens, triton.cdiv(hidden, settings.combine))
+    combine_pairs[grid](
+        pairs_ND, weights_TK, y_TD, D=hidden, KS=columns, BD=settings.combine, PDL=settings.pdl, num_warps=4,
+        **launch_options(settings.pdl),
+    )  # fmt: skip
+    return y_TD
+
+
+def sum_token_experts(h_NF: Tensor, routing: Routing, w_down_EDF: Tensor, settings: Settings, /) -> Tensor:
+    """Compute y from h with one program for each token and block of D."""
+    tokens, columns = routing.experts_TK.shape
+    hidden, width, tile = w_down_EDF.shape[1], w_down_EDF.shape[2], settings.down
+    y_TD = torch.empty(tokens, hidden, dtype=h_NF.dtype, device=h_NF.device)
+    down_token[(triton.cdiv(hidden, tile.rows), tokens)](
+        h_NF, w_down_EDF, routing.experts_TK, routing.weights_TK, y_TD, D=hidden, F=width, KS=columns, BN=tile.rows,
+        BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
+    )  # fmt: skip
+    return y_TD
+
+
+def compute_experts_slots(
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, settings: Settings, /
+) -> Tensor:
+    """Two launches, one matrix-vector product for each pair; the formula of ``compute_experts_grouped``."""
+    (tokens, columns), width, tile = routing.experts_TK.shape, w_down_EDF.shape[2], settings.gate_up
+    h_NF = torch.empty(tokens * columns, width, dtype=x_TD.dtype, device=x_TD.device)
+    gate_up_slots[(triton.cdiv(width, tile.rows), tokens * columns)](
+        x_TD, w_gate_up_EPD, h_NF, routing.experts_TK, D=x_TD.shape[1], F=width, KS=columns, BN=tile.rows,
+        BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
+    )  # fmt: skip
+    return sum_token_experts(h_NF, routing, w_down_EDF, settings)
+
+
+def route_and_gate_up(
+    x_TD: Tensor,
+    w_router_RD: Tensor,
+    bias_E: Tensor | None,
+    config: RouterConfig,
+    w_gate_up_EPD: Tensor,
+    settings: Settings,
+    /,
+) -> tuple[Routing, Tensor]:
+    """Two launches: logits, then the choice and gate-up in one.
+
+    Returns:
+        Routing of K + S columns, and h [N, F].
+    """
+    tokens, hidden = x_TD.shape
+    slots, width, tile = w_gate_up_EPD.shape[0] - config.num_experts, w_gate_up_EPD.shape[1] // 2, settings.gate_up
+    columns = config.top_k + slots
+    logits, _ = compute_logits(x_TD, w_router_RD, settings, num_experts=config.num_experts)
+    routing = Routing(
+        torch.empty(tokens, columns, dtype=torch.float32, device=x_TD.device),
+        torch.empty(tokens, columns, dtype=torch.int32, device=x_TD.device),
+    )
+    h_NF = torch.empty(tokens * columns, width, dtype=x_TD.dtype, device=x_TD.device)
+    constants = choice_constants(
+        config,
+        rows=w_router_RD.shape[0],
+        slots=slots,
+        splits=logits.shape[0],
+        dtype=x_TD.dtype,
+        has_bias=bias_E is not None,
+    )
+    gate_up_choosing[(triton.cdiv(width, tile.rows), tokens * columns)](
+        x_TD, w_gate_up_EPD, h_NF, logits, bias_E, routing.experts_TK, routing.weights_TK, tokens, D=hidden, F=width,
+        **constants, BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
+        **launch_options(settings.pdl),
+    )  # fmt: skip
+    return routing, h_NF
+
+
+def compute_experts_tabled(
+    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, settings: Settings, /
+) -> Tensor:
+    """Run each expert once over its rows of the table; the formula of ``compute_experts_grouped``."""
+    tokens, columns = routing.experts_TK.shape
+    experts, top_k = table.counts_E.shape[0], table.ranks_TK.shape[1]
+    slots, (hidden, width), tile = columns - top_k, w_down_EDF.shape[1:], settings.gate_up
+    programs = tokens * top_k if settings.owners else experts
+    shape = {"D": hidden, "F": width, "E": experts, "K": top_k, "S": slots, "OWNERS": settings.owners}
+    h_NF = torch.empty(tokens * columns, width, dtype=x_TD.dtype, device=x_TD.device)
+    grid = (triton.cdiv(width, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)
+    gate_up_grouped[grid](
+        x_TD, w_gate_up_EPD, h_NF, routing.experts_TK, *table, tokens, **shape, BM=tile.tokens, BN=tile.rows,
+        BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
+    )  # fmt: skip
+    if settings.token_down:
+        return sum_token_experts(h_NF, routing, w_down_EDF, settings)
+    tile = settings.down
+    pairs_ND = torch.empty(tokens * columns, hidden, dtype=x_TD.dtype, device=x_TD.device)
+    grid = (triton.cdiv(hidden, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)
+    down_grouped[grid](
+        h_NF, w_down_EDF, pairs_ND, routing.experts_TK, *table, tokens, **shape, BM=tile.tokens, BN=tile.rows,
+        BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
+    )  # fmt: skip
+    return combine(pairs_ND, routing.weights_TK, settings)

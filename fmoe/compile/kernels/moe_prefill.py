@@ -1,0 +1,113 @@
+"""Expert kernels for many tokens: pairs sorted by expert, two grouped products over tiles, and the weighted sum.
+
+Letters: T tokens, D hidden, E stacked experts (shared slots last), K columns of the routing, F expert width, P = 2F,
+N = T * K pairs, X tiles.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fmoe.functional.routing import Routing
+
+from .moe_decode import combine
+from .route import launch_options, wait_for_previous
+from .settings import Settings, Tile
+from .sort import Tiles, sort_pairs
+from .tiles import down_tile, gate_up_tile
+
+
+@triton.jit
+def locate_tile(tile, count, NB: tl.constexpr, GROUP: tl.constexpr):
+    """Row tile and weight block of a tile number: GROUP row tiles together for each weight block."""
+    group = tile // (GROUP * NB)
+    first = group * GROUP
+    size = tl.minimum(count - first, GROUP)
+    inner = tile % (GROUP * NB)
+    return first + inner % size, inner // size
+
+
+@triton.jit
+def gate_up_sorted(
+    x, w, h, order, offsets, experts, starts, count, K, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tiles of h, rows in sorted order, rows of x gathered; the grid's programs share the tiles."""
+    blocks: tl.constexpr = (F + BN - 1) // BN
+    wait_for_previous(PDL)
+    total = tl.load(count)
+    for tile in tl.range(tl.program_id(0), total * blocks, tl.num_programs(0)):
+        i, pn = locate_tile(tile, total, blocks, GROUP)
+        e = tl.load(experts + i)
+        o_m = tl.load(starts + i) + tl.arange(0, BM)
+        inside = o_m < tl.load(offsets + e)
+        source = tl.load(order + o_m, mask=inside, other=0) // K
+        gate_up_tile(x, w, h, source, o_m, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, DESCRIPTOR)
+
+
+@triton.jit
+def down_sorted(
+    h, w, y, order, offsets, experts, starts, count, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the pairs' outputs, written in the order of the routing."""
+    blocks: tl.constexpr = (D + BN - 1) // BN
+    wait_for_previous(PDL)
+    total = tl.load(count)
+    for tile in tl.range(tl.program_id(0), total * blocks, tl.num_programs(0)):
+        i, pn = locate_tile(tile, total, blocks, GROUP)
+        e = tl.load(experts + i)
+        o_m = tl.load(starts + i) + tl.arange(0, BM)
+        inside = o_m < tl.load(offsets + e)
+        target = tl.load(order + o_m, mask=inside, other=0)
+        down_tile(h, w, y, o_m, target, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, DESCRIPTOR)
+
+
+def _weights(w: Tensor, tile: Tile, settings: Settings, rows: int) -> tuple[Any, bool]:
+    """Wrap the weights in a descriptor where asked for and no block reaches past an expert's matrix."""
+    depth = w.shape[-1]
+    if not settings.descriptors or rows % tile.rows or depth % tile.depth or depth * w.element_size() % 16:
+        return w, False
+    flat = w.view(-1, depth)
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [tile.rows, tile.depth]), True
+
+
+def _grid(tiles: Tiles, blocks: int, settings: Settings) -> tuple[int]:
+    every = tiles.experts_X.shape[0] * blocks
+    return (min(settings.programs, every) if settings.programs else every,)
+
+
+def compute_experts_sorted(
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, settings: Settings, /
+) -> Tensor:
+    """Sort, two grouped products, weighted sum: six launches; the formula of ``compute_experts_grouped``."""
+    (tokens, columns), (hidden, width) = routing.experts_TK.shape, w_down_EDF.shape[1:]
+    pairs, block = tokens * columns, settings.gate_up.tokens
+    tiles = sort_pairs(routing.experts_TK, num_experts=w_down_EDF.shape[0], block=block, pdl=settings.pdl)
+    options = launch_options(settings.pdl)
+
+    tile = settings.gate_up
+    weights, described = _weights(w_gate_up_EPD, tile, settings, width)
+    h_NF = torch.empty(pairs, width, dtype=x_TD.dtype, device=x_TD.device)
+    gate_up_sorted[_grid(tiles, triton.cdiv(width, tile.rows), settings)](
+        x_TD, weights, h_NF, *tiles, columns, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
+        STAGES=tile.stages, GROUP=settings.group, SWAP=block < 64, DESCRIPTOR=described, PDL=settings.pdl,
+        num_warps=tile.warps, **options,
+    )  # fmt: skip
+
+    tile = settings.down
+    weights, described = _weights(w_down_EDF, tile, settings, hidden)
+    pairs_ND = torch.empty(pairs, hidden, dtype=x_TD.dtype, device=x_TD.device)
+    down_sorted[_grid(tiles, triton.cdiv(hidden, tile.rows), settings)](
+        h_NF, weights, pairs_ND, *tiles, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
+        STAGES=tile.stages, GROUP=settings.group, SWAP=block < 64, DESCRIPTOR=described, PDL=settings.pdl,
+        num_warps=tile.warps, **options,
+    )  # fmt: skip
+    return combine(pairs_ND, routing.weights_TK, settings)

@@ -1,0 +1,384 @@
+"""Kernels of the router: logits, the choice of K experts and their weights, and which rows each expert gets.
+
+Letters: T tokens, D hidden, E routed experts, R rows of the router (E and the shared gates'), K routed experts per
+token, S shared slots. The rule is that of ``fmoe.functional.routing``, in float32; a plain softmax ranks by logits,
+which is the same order.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+# ruff: noqa: SIM108
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fmoe.functional.routing import RouterConfig, Routing
+
+from .settings import Settings
+
+SCORINGS = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
+ROUNDINGS = {torch.bfloat16: 1, torch.float16: 2}
+
+
+class Table(NamedTuple):
+    """The rows of each expert, as far as ``counts_E`` says; the order within an expert is not defined."""
+
+    counts_E: Tensor  # int32, of routed experts
+    rows_ET: Tensor  # int32 [E + S, T]: places t * (K + S) + k in the routing
+    ranks_TK: Tensor  # int32 [T, K]: place of a routed pair among its expert's rows
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """Name the launch options of one kernel; the compiler of other devices does not know this one."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for the kernel before; then let the kernel after start, whose own wait covers this one."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def logits_gemv(
+    x, w, logits, counts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token and BR rows of the router; grid (R / BR, T)."""
+    t = tl.program_id(1)
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    o_k = tl.arange(0, BK)
+    wait_for_previous(PDL)
+    acc = tl.zeros((BR, BK), tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
+        inside = (o_r[:, None] < R) & (k + o_k[None, :] < D)
+        a = tl.load(w + o_r[:, None].to(tl.int64) * D + k + o_k[None, :], mask=inside, other=0.0)
+        b = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
+        acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
+    tl.store(logits + t.to(tl.int64) * R + o_r, tl.sum(acc, 1), mask=o_r < R)
+    if t == 0:
+        tl.store(counts + o_r, tl.zeros((BR,), tl.int32), mask=o_r < E)
+
+
+@triton.jit
+def logits_dot(
+    x, w, logits, counts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BM tokens, BR rows of the router and SPLIT of D; grid (R / BR, T / BM, D / SPLIT), one partial sum each."""
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    o_t = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
+    part = tl.program_id(2)
+    o_k = tl.arange(0, BK)
+    wait_for_previous(PDL)
+    acc = tl.zeros((BR, BM), tl.float32)
+    for k in tl.range(part * SPLIT, part * SPLIT + SPLIT, BK, num_stages=STAGES):
+        inside = k + o_k < D
+        a = tl.load(
+            w + o_r[:, None].to(tl.int64) * D + k + o_k[None, :], mask=(o_r[:, None] < R) & inside[None, :], other=0.0
+        )
+        b = tl.load(x + o_t[None, :] * D + k + o_k[:, None], mask=(o_t[None, :] < T) & inside[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    place = (part.to(tl.int64) * T + o_t[None, :]) * R + o_r[:, None]
+    tl.store(logits + place, acc, mask=(o_t[None, :] < T) & (o_r[:, None] < R))
+    if (tl.program_id(1) == 0) & (part == 0):
+        tl.store(counts + o_r, tl.zeros((BR,), tl.int32), mask=o_r < E)
+
+
+@triton.jit
+def round_to(v, ROUND: tl.constexpr):
+    """Round float32 to the dtype of the model and back: 1 bfloat16, 2 float16, 0 not at all."""
+    if ROUND == 1:
+        v = v.to(tl.bfloat16).to(tl.float32)
+    if ROUND == 2:
+        v = v.to(tl.float16).to(tl.float32)
+    return v
+
+
+@triton.jit
+def read_logits(logits, t, o, inside, T, R: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr):
+    """Add the partial sums of token t's logits at the columns ``o``; -inf outside."""
+    v = tl.load(logits + t.to(tl.int64) * R + o, mask=inside, other=float("-inf"))
+    for part in tl.static_range(1, SPLITS):
+        v += tl.load(logits + (part * T + t).to(tl.int64) * R + o, mask=inside, other=0.0)
+    return round_to(v, ROUND)
+
+
+@triton.jit
+def sigmoid_exact(v):
+    """Sigmoid rounded once to float32, so that equal scores tie where the reference's do."""
+    return (1.0 / (1.0 + tl.exp(-v.to(tl.float64)))).to(tl.float32)
+
+
+@triton.jit
+def ordered_key(v, ids):
+    """Map float32 to integers of the same order, equal values to the lowest id first; NaN is the largest."""
+    bits = (v + 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(v != v, 0x7FC00000, bits)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def drop_groups(rank, GP: tl.constexpr, EP: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr,
+                DROPPED: tl.constexpr):  # fmt: skip
+    """Replace the values of all but the KEPT best groups; rank is [GP, EP], a group a row, -inf where empty."""
+    best = tl.max(rank, 1)
+    if TOP2:
+        o_e = tl.arange(0, EP)[None, :]
+        first = tl.min(tl.where(rank == best[:, None], o_e, EP), 1)
+        best += tl.max(tl.where(o_e == first[:, None], float("-inf"), rank), 1)
+    o_g = tl.arange(0, GP)
+    mine = tl.where(o_g < G, best, float("-inf"))
+    # How many groups come before each: a [GP, GP] comparison, the group itself along axis 0.
+    column = tl.max(tl.where(o_g[:, None] == o_g[None, :], mine[:, None], float("-inf")), 0)
+    before = (column[None, :] > mine[:, None]) | ((column[None, :] == mine[:, None]) & (o_g[None, :] < o_g[:, None]))
+    keep = tl.sum((before & (o_g[None, :] < G)).to(tl.int32), 1) < KEPT
+    return tl.where(keep[:, None], rank, DROPPED)
+
+
+@triton.jit
+def choose_row(
+    logits, bias, t, T, E: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    GP: tl.constexpr, EP: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, SCORING: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Choose K experts of token t: ids [KP], the row's largest logit and the sum of its exponentials."""
+    size: tl.constexpr = E // G
+    o_g = tl.arange(0, GP)[:, None]
+    o_e = tl.arange(0, EP)[None, :]
+    inside = (o_g < G) & (o_e < size)
+    ids = o_g * size + o_e
+    v = read_logits(logits, t, ids, inside, T, R, SPLITS, ROUND)
+    largest = tl.max(tl.max(v, 1), 0)
+    total = tl.sum(tl.sum(tl.where(inside, tl.exp(v - largest), 0.0), 1), 0)
+    rank = v
+    if SCORING == 1:
+        rank = sigmoid_exact(v)
+    if HAS_BIAS:
+        if SCORING == 0:
+            rank = tl.exp(v - largest) / total
+        rank += tl.load(bias + ids, mask=inside, other=0.0)
+    if G > 1:
+        rank = tl.where(inside, rank, float("-inf"))
+        by_logit: tl.constexpr = (SCORING == 0) and (not HAS_BIAS)
+        dropped: tl.constexpr = float("-inf") if (TOP2 or by_logit) else 0.0
+        rank = drop_groups(rank, GP, EP, G, KEPT, TOP2, dropped)
+    key = tl.where(inside, ordered_key(rank, ids), -0x7FFFFFFFFFFFFFFF)
+    key = tl.reshape(key, (GP * EP,))
+    if KP == GP * EP:
+        top = tl.sort(key, descending=True)
+    else:
+        top = tl.topk(key, KP)
+    return (0x7FFFFFFF - (top & 0xFFFFFFFF)).to(tl.int32), largest, total
+
+
+@triton.jit
+def weigh_row(
+    logits, chosen, t, T, largest, total, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SCORING: tl.constexpr,
+    RENORM: tl.constexpr, FLOOR: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, SPLITS: tl.constexpr,
+    ROUND: tl.constexpr, ROUND_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Weights [KP] of the chosen experts, 0 past K."""
+    o_k = tl.arange(0, KP)
+    v = read_logits(logits, t, chosen, o_k < K, T, R, SPLITS, ROUND)
+    if SCORING == 0:
+        v = tl.exp(v - largest) / total
+    if SCORING == 1:
+        v = sigmoid_exact(v)
+    if SCORING == 2:
+        v = tl.exp(v - tl.max(v, 0))
+        v = v / tl.sum(tl.where(o_k < K, v, 0.0), 0)
+    if SCORING == 3:
+        v = tl.sigmoid(v)
+    v = tl.where(o_k < K, v, 0.0)
+    if RENORM:
+        v = v / (tl.maximum(tl.sum(v, 0), FLOOR) + EPS)
+    return round_to(v * SCALE, ROUND_WEIGHTS)
+
+
+@triton.jit
+def write_row(
+    logits, chosen, weights, ids_out, weights_out, t, T, E: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Store the routed columns of token t and, behind them, those of the shared slots."""
+    o_k = tl.arange(0, KP)
+    row = t.to(tl.int64) * (K + S)
+    tl.store(ids_out + row + o_k, chosen, mask=o_k < K)
+    tl.store(weights_out + row + o_k, weights, mask=o_k < K)
+    if S > 0:
+        o_s = tl.arange(0, SP)
+        shared = tl.full((SP,), 1.0, tl.float32)
+        if R > E:
+            gate = read_logits(logits, t, E + (o_s if R - E == S else 0 * o_s), o_s < S, T, R, SPLITS, ROUND)
+            shared = tl.sigmoid(gate)
+        tl.store(ids_out + row + K + o_s, E + o_s, mask=o_s < S)
+        tl.store(weights_out + row + K + o_s, shared, mask=o_s < S)
+
+
+@triton.jit
+def enter_rows(
+    chosen, counts, rows, ranks, t, T, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
+    SP: tl.constexpr,
+):  # fmt: skip
+    """Enter token t's pairs with their experts. Which place a pair gets depends on timing; no result does."""
+    o_k = tl.arange(0, KP)
+    first = t * (K + S)
+    rank = tl.atomic_add(counts + chosen, 1, mask=o_k < K, sem="relaxed")
+    tl.store(rows + chosen.to(tl.int64) * T + rank, first + o_k, mask=o_k < K)
+    tl.store(ranks + t.to(tl.int64) * K + o_k, rank, mask=o_k < K)
+    if S > 0:
+        o_s = tl.arange(0, SP)
+        tl.store(rows + (E + o_s).to(tl.int64) * T + t, first + K + o_s, mask=o_s < S)
+
+
+@triton.jit
+def choose_experts(
+    logits, bias, ids_out, weights_out, counts, rows, ranks, T, E: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, G: tl.constexpr,
+    KEPT: tl.constexpr, TOP2: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, RENORM: tl.constexpr,
+    FLOOR: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr,
+    ROUND_WEIGHTS: tl.constexpr, TABLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token's choice; grid (T,)."""
+    t = tl.program_id(0)
+    wait_for_previous(PDL)
+    chosen, largest, total = choose_row(
+        logits, bias, t, T, E, R, K, KP, GP, EP, G, KEPT, TOP2, SCORING, HAS_BIAS, SPLITS, ROUND
+    )
+    if TABLE:
+        enter_rows(chosen, counts, rows, ranks, t, T, E, K, KP, S, SP)
+    weights = weigh_row(
+        logits, chosen, t, T, largest, total, R, K, KP, SCORING, RENORM, FLOOR, EPS, SCALE, SPLITS, ROUND,
+        ROUND_WEIGHTS,
+    )  # fmt: skip
+    write_row(logits, chosen, weights, ids_out, weights_out, t, T, E, R, K, KP, S, SP, SPLITS, ROUND)
+
+
+@triton.jit
+def tabulate_rows(
+    ids, counts, rows, ranks, T, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Enter one token's pairs from a routing that is already there; grid (T,)."""
+    t = tl.program_id(0)
+    wait_for_previous(PDL)
+    o_k = tl.arange(0, KP)
+    chosen = tl.load(ids + t.to(tl.int64) * (K + S) + o_k, mask=o_k < K, other=0)
+    enter_rows(chosen, counts, rows, ranks, t, T, E, K, KP, S, SP)
+
+
+def choice_constants(
+    config: RouterConfig, *, rows: int, slots: int, splits: int, dtype: torch.dtype, has_bias: bool
+) -> dict[str, Any]:
+    """Name the compile-time arguments that ``choose_row``, ``weigh_row`` and ``write_row`` share."""
+    rounding = ROUNDINGS.get(dtype, 0)
+    return {
+        "E": config.num_experts,
+        "R": rows,
+        "K": config.top_k,
+        "KP": triton.next_power_of_2(config.top_k),
+        "S": slots,
+        "SP": triton.next_power_of_2(max(slots, 1)),
+        "GP": triton.next_power_of_2(config.groups),
+        "EP": triton.next_power_of_2(config.num_experts // config.groups),
+        "G": config.groups,
+        "KEPT": config.groups_kept,
+        "TOP2": config.group_score == "top2",
+        "SCORING": SCORINGS.index(config.scoring),
+        "HAS_BIAS": has_bias,
+        "RENORM": config.renormalize,
+        "FLOOR": config.sum_floor,
+        "EPS": config.sum_eps,
+        "SCALE": config.scale,
+        "SPLITS": splits,
+        "ROUND": 0 if config.float32_logits else rounding,
+        "ROUND_WEIGHTS": rounding if config.round_weights else 0,
+    }
+
+
+def compute_logits(x_TD: Tensor, w_router_RD: Tensor, settings: Settings, /, *, num_experts: int) -> tuple[Tensor, ...]:
+    """Compute the router's logits in float32, as ``splits`` partial sums.
+
+    Returns:
+        float32 [splits, T, R], and the counts of a ``Table``, int32 [E], set to zero.
+    """
+    (tokens, hidden), rows, tile = x_TD.shape, w_router_RD.shape[0], settings.router
+    splits = settings.splits if tile.tokens else 1
+    logits = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x_TD.device)
+    counts_E = torch.empty(num_experts, dtype=torch.int32, device=x_TD.device)
+    options = launch_options(settings.pdl)
+    shape = {"D": hidden, "E": num_experts, "R": rows, "BR": tile.rows, "BK": tile.depth, "STAGES": tile.stages}
+    if tile.tokens == 0:
+        grid = (triton.cdiv(rows, tile.rows), tokens)
+        logits_gemv[grid](
+            x_TD, w_router_RD, logits, counts_E, tokens, **shape, PDL=settings.pdl, num_warps=tile.warps, **options
+        )
+        return logits, counts_E
+    split = triton.cdiv(triton.cdiv(hidden, splits), tile.depth) * tile.depth
+    grid3 = (triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), splits)
+    logits_dot[grid3](
+        x_TD, w_router_RD, logits, counts_E, tokens, **shape, SPLIT=split, BM=tile.tokens, PDL=settings.pdl,
+        num_warps=tile.warps, **options,
+    )  # fmt: skip
+    return logits, counts_E
+
+
+def empty_table(counts_E: Tensor, tokens: int, top_k: int, slots: int) -> Table:
+    """Allocate the rest of a table for T tokens."""
+    rows_ET = counts_E.new_empty(counts_E.shape[0] + slots, tokens)
+    return Table(counts_E, rows_ET, counts_E.new_empty(tokens, top_k))
+
+
+def route_tokens(
+    x_TD: Tensor, w_router_RD: Tensor, bias_E: Tensor | None, config: RouterConfig, settings: Settings, /, *, slots: int
+) -> tuple[Routing, Table]:
+    """Route each token: ``route_fused`` over the router's linear, and the rows of each expert.
+
+    Args:
+        x_TD: rows, T >= 1.
+        w_router_RD: [E + gate rows, D]; gate rows is 0, 1 or S.
+        bias_E: float32, or None.
+        config: the rule.
+        settings: ``router``, ``splits``, ``path`` and ``pdl`` are read.
+        slots: S.
+
+    Returns:
+        Routing of K + S columns, and a Table, filled where the path is ``grouped``.
+    """
+    tokens, columns = x_TD.shape[0], config.top_k + slots
+    logits, counts_E = compute_logits(x_TD, w_router_RD, settings, num_experts=config.num_experts)
+    weights_TK = torch.empty(tokens, columns, dtype=torch.float32, device=x_TD.device)
+    experts_TK = torch.empty(tokens, columns, dtype=torch.int32, device=x_TD.device)
+    has_table = settings.path == "grouped"
+    table = empty_table(counts_E, tokens if has_table else 0, config.top_k, slots)
+    constants = choice_constants(
+        config,
+        rows=w_router_RD.shape[0],
+        slots=slots,
+        splits=logits.shape[0],
+        dtype=x_TD.dtype,
+        has_bias=bias_E is not None,
+    )
+    choose_experts[(tokens,)](
+        logits, bias_E, experts_TK, weights_TK, *table, tokens, **constants, TABLE=has_table, PDL=settings.pdl,
+        num_warps=4 if config.num_experts > 128 else 1, **launch_options(settings.pdl),
+    )  # fmt: skip
+    return Routing(weights_TK, experts_TK), table
+
+
+def tabulate(experts_TK: Tensor, settings: Settings, /, *, num_experts: int, slots: int) -> Table:
+    """Build the table of a routing whose last S columns are the shared slots."""
+    tokens, columns = experts_TK.shape
+    top_k = columns - slots
+    table = empty_table(experts_TK.new_zeros(num_experts), tokens, top_k, slots)
+    tabulate_rows[(tokens,)](
+        experts_TK, *table, tokens, E=num_experts, K=top_k, KP=triton.next_power_of_2(top_k), S=slots,
+        SP=triton.next_power_of_2(max(slots, 1)), PDL=settings.pdl, num_warps=1, **launch_options(settings.pdl),
+    )  # fmt: skip
+    return table

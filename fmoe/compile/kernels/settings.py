@@ -1,0 +1,193 @@
+"""Settings of the MoE kernels: plain frozen values, and the table that holds where nothing was tuned.
+
+Letters: T tokens, E routed experts, S shared slots, K routed experts per token, D hidden, F expert width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Literal
+
+import torch
+
+# How the experts run. SLOTS: one matrix-vector product for each (token, expert) pair. GROUPED: each expert's rows
+# together, its weights read once. SORTED: rows sorted by expert, tiles of a grouped product.
+Path = Literal["slots", "grouped", "sorted"]
+PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted")
+Target = Literal["cuda", "hip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One kernel's block: ``tokens`` rows of x, ``rows`` rows of a weight matrix, ``depth`` of the summed dimension."""
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that the launch functions leave open.
+
+    router: the logits' block; tokens = 0 is a matrix-vector product for each token.
+    splits: parts of D that the logits are summed in; the choice adds them in order.
+    fuse_choice: slots only: each program of gate-up chooses the experts itself, which saves a launch.
+    token_down: slots and grouped: down sums all experts of a token in one program, with no second pass.
+    owners: grouped: one program row for each (token, expert) pair, and only the expert's first goes on; else one for
+        each expert.
+    combine: columns of y that one program of the last sum writes.
+    programs: sorted: programs that share the tiles; 0 is one for each tile.
+    group: sorted: row tiles that are visited together for each block of weight rows.
+    descriptors: sorted: weights are read through tensor descriptors.
+    pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
+    """
+
+    path: Path
+    router: Tile
+    gate_up: Tile
+    down: Tile
+    splits: int = 1
+    fuse_choice: bool = False
+    token_down: bool = False
+    owners: bool = False
+    combine: int = 1024
+    programs: int = 0
+    group: int = 8
+    descriptors: bool = False
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise ValueError(f"path={self.path!r} must be one of {', '.join(PATHS)}")
+        if self.path == "sorted" and self.gate_up.tokens != self.down.tokens:
+            raise ValueError(
+                f"gate_up.tokens={self.gate_up.tokens} must equal down.tokens={self.down.tokens} on the sorted path: "
+                "both products share one list of tiles"
+            )
+
+
+def settings_to_ints(settings: Settings) -> list[int]:
+    """Write settings as integers, for an op's ``int[]`` argument."""
+    path, *rest = astuple(settings)
+    flat = [PATHS.index(path)]
+    for value in rest:
+        flat += [int(v) for v in value] if isinstance(value, tuple) else [int(value)]
+    return flat
+
+
+def settings_from_ints(values: Sequence[int]) -> Settings:
+    """Read what ``settings_to_ints`` wrote."""
+    if len(values) != 25:
+        raise ValueError(f"{len(values)} integers came; settings are 25, as settings_to_ints writes them")
+    path, tiles, rest = values[0], values[1:16], values[16:]
+    router, gate_up, down = (Tile(*tiles[i : i + 5]) for i in (0, 5, 10))
+    splits, fuse, token_down, owners, combine, programs, group, descriptors, pdl = rest
+    return Settings(
+        path=PATHS[path],
+        router=router,
+        gate_up=gate_up,
+        down=down,
+        splits=splits,
+        fuse_choice=bool(fuse),
+        token_down=bool(token_down),
+        owners=bool(owners),
+        combine=combine,
+        programs=programs,
+        group=group,
+        descriptors=bool(descriptors),
+        pdl=bool(pdl),
+    )
+
+
+def default_settings(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    slots: int,
+    hidden: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    target: Target = "cuda",
+) -> Settings:
+    """Choose settings by rule, for shapes that were never tuned.
+
+    Args:
+        tokens: T.
+        experts: E.
+        top_k: K.
+        slots: S.
+        hidden: D.
+        width: F.
+        dtype: of the weights.
+        target: what the kernels are compiled for; AMD's shared memory holds less.
+
+    Returns:
+        Settings.
+    """
+    pairs_per_expert = tokens * top_k / experts
+    wide = dtype.itemsize > 2
+    if tokens == 1:
+        return _slots(hidden, width, fuse=True, wide=wide, target=target)
+    if tokens * top_k <= 1.25 * _distinct(tokens, experts, top_k) and tokens <= 8:
+        return _slots(hidden, width, fuse=False, wide=wide, target=target)
+    if pairs_per_expert <= 16 and tokens <= 256:
+        owners = tokens * top_k < experts
+        return _grouped(tokens, pairs_per_expert, owners, token_down=tokens <= 8, wide=wide, target=target)
+    return _sorted(pairs_per_expert, wide=wide, target=target)
+
+
+def _distinct(tokens: int, experts: int, top_k: int) -> float:
+    """Experts hit when each token chooses uniformly."""
+    return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+
+
+def _slots(hidden: int, width: int, *, fuse: bool, wide: bool, target: Target) -> Settings:
+    depth = 128 if wide else 256
+    stages = 4 if target == "cuda" else 2
+    return Settings(
+        path="slots",
+        router=Tile(0, 4, 512 if wide else 1024, 4, 2),
+        gate_up=Tile(1, 16, depth, 4, stages),
+        down=Tile(1, 16, depth, 4, stages),
+        fuse_choice=fuse,
+        token_down=True,
+    )
+
+
+def _grouped(
+    tokens: int, pairs_per_expert: float, owners: bool, *, token_down: bool, wide: bool, target: Target
+) -> Settings:
+    block = 16 if pairs_per_expert <= 8 else 32
+    depth = 64 if wide else 128
+    stages = 3 if target == "cuda" else 1
+    return Settings(
+        path="grouped",
+        router=_router(tokens, wide=wide, target=target),
+        gate_up=Tile(block, 64, depth, 4, stages),
+        down=Tile(1, 16, depth, 4, stages) if token_down else Tile(block, 64, depth, 4, stages),
+        splits=4 if tokens <= 128 else 1,
+        token_down=token_down,
+        owners=owners,
+    )
+
+
+def _sorted(pairs_per_expert: float, *, wide: bool, target: Target) -> Settings:
+    block = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64 if pairs_per_expert <= 96 else 128
+    large = block == 128 and target == "cuda" and not wide
+    stages = 1 if target == "hip" else 3
+    rows, depth, warps = (128, 64, 8) if large else (64, 32 if wide else 64, 4)
+    return Settings(
+        path="sorted",
+        router=_router(1024, wide=wide, target=target),
+        gate_up=Tile(block, rows, depth, warps, stages),
+        down=Tile(block, rows, depth, warps, stages),
+    )
+
+
+def _router(tokens: int, *, wide: bool, target: Target) -> Tile:
+    depth = 64 if wide else 128
+    stages = 3 if target == "cuda" else 1
+    return Tile(16, 16, depth, 4, stages) if tokens <= 128 else Tile(64, 64, 64 if not wide else 32, 4, stages)
