@@ -41,13 +41,14 @@ test: $(VENV)/$(STAMP)-dev
 check: lint
 	$(RUN) -m pytest $(ARGS)
 
-# A type checker looks for fmoe.models below fmoe/ only, so it is shown the tree as it is installed.
+# A type checker looks for fmoe.models below fmoe/ only, so it is shown the tree as it is installed. Without its cache,
+# which takes the links for other modules than their targets.
 lint: $(VENV)/$(STAMP)-dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	rm -rf build/types && mkdir -p build/types/fmoe
 	ln -s "$(CURDIR)"/fmoe/* "$(CURDIR)"/models build/types/fmoe
-	cd build/types && $(abspath $(RUN)) -m mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p fmoe
+	cd build/types && $(abspath $(RUN)) -m mypy --strict --config-file ../../pyproject.toml --cache-dir /dev/null -p fmoe
 	$(RUN) -m pytest -q tests/test_layers.py
 
 # The end-to-end tests once more, on what a wheel holds. PYTHONSAFEPATH keeps this folder off the path.
