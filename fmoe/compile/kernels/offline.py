@@ -83,7 +83,8 @@ def _type(value: Any) -> str:
 def compile_launch(launch: Launch, target: str) -> Usage:
     """Compile one launch for a target, pointers aligned to 16 bytes as torch allocates them."""
     constant = {p.name for p in launch.kernel.params if p.is_constexpr}
-    constant |= {name for name, value in launch.values.items() if value is None}
+    # The launcher, too, makes a constant of an absent tensor and of the number one.
+    constant |= {name for name, value in launch.values.items() if value is None or (type(value) is int and value == 1)}
     names = launch.kernel.arg_names
     signature = {name: "constexpr" if name in constant else _type(launch.values[name]) for name in names}
     aligned = [

@@ -130,9 +130,9 @@ def default_settings(
     pairs_per_expert = tokens * top_k / experts
     wide = dtype.itemsize > 2
     if tokens == 1:
-        return _slots(hidden, width, fuse=True, wide=wide, target=target)
+        return _slots(width, fuse=True, wide=wide, target=target)
     if tokens * top_k <= 1.25 * _distinct(tokens, experts, top_k) and tokens <= 8:
-        return _slots(hidden, width, fuse=False, wide=wide, target=target)
+        return _slots(width, fuse=False, wide=wide, target=target)
     if pairs_per_expert <= 16 and tokens <= 256:
         owners = tokens * top_k < experts
         return _grouped(tokens, pairs_per_expert, owners, token_down=tokens <= 8, wide=wide, target=target)
@@ -144,14 +144,15 @@ def _distinct(tokens: int, experts: int, top_k: int) -> float:
     return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
 
 
-def _slots(hidden: int, width: int, *, fuse: bool, wide: bool, target: Target) -> Settings:
+def _slots(width: int, *, fuse: bool, wide: bool, target: Target) -> Settings:
     depth = 128 if wide else 256
     stages = 4 if target == "cuda" else 2
     return Settings(
         path="slots",
         router=Tile(0, 4, 512 if wide else 1024, 4, 2),
         gate_up=Tile(1, 16, depth, 4, stages),
-        down=Tile(1, 16, depth, 4, stages),
+        # A depth that divides F needs no masks.
+        down=Tile(1, 16, depth if width % depth == 0 else 128, 4, stages),
         fuse_choice=fuse,
         token_down=True,
     )

@@ -134,6 +134,6 @@ def sort_pairs(experts_TK: Tensor, /, *, num_experts: int, block: int, pdl: bool
     )
     place_and_list[(blocks + triton.cdiv(bound, LISTED),)](
         experts_TK, counts, totals, *tiles, pairs, blocks, bound, E=num_experts, EP=padded, BN=BLOCK, BM=block,
-        BX=LISTED, PDL=pdl, num_warps=8, **options,
+        BX=LISTED, PDL=pdl, num_warps=16, **options,
     )  # fmt: skip
     return tiles
