@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from .checkpoint import read_config
-from .generation import BATCH_SIZE, generate, stream
+from .generation import BATCH_SIZE, StreamedToken, generate, stream_tokens
 from .info import describe
 from .model import Compile, Model, load, resolve_folder
 from .options import Defaults, resolve_options
@@ -28,6 +28,11 @@ if find_spec("readline"):
 LOG = logging.getLogger("fmoe")
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 COMPILE: Mapping[str, Compile] = {"auto": "auto", "on": True, "off": False}
+ENDINGS: Mapping[str, str] = {
+    "length": "cut at --max-new-tokens",
+    "stop": "ended by a stop string",
+    "eos": "ended by the model",
+}
 OWN = "[default: the checkpoint's own]"
 CHAT_HELP = "/reset forgets the conversation, /quit or end of input leaves, Ctrl-C stops a reply"
 
@@ -142,31 +147,28 @@ def main() -> None:
 
 
 class _Meter:
-    """Count the tokens of one sequence and note when they came: each is one call of the model's head."""
+    """Note when the tokens of one sequence came, and why it ended."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
         self.times: list[float] = []
+        self.finish_reason = ""
 
-    def watch(self, model: Model) -> Model:
-        """Return the model with heads that report here."""
-
-        def watched(head: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            logits = head(*arguments, **options)
+    def watch(self, tokens: Iterable[StreamedToken]) -> Iterator[str]:
+        """Give the texts of the tokens, without the empty ones."""
+        for token in tokens:
             self.times.append(time.perf_counter())
-            return logits
-
-        eager, graphs = (replace(s, logits=partial(watched, s.logits)) for s in (model.eager, model.graphs))
-        return replace(model, eager=eager, graphs=graphs)
+            self.finish_reason = token.finish_reason or ""
+            if token.text:
+                yield token.text
 
     def summary(self) -> str:
-        """Say how many tokens came and how fast, the first one apart."""
+        """Say how many tokens came, how fast, the first one apart, and how they ended."""
         count = len(self.times)
-        if count == 0:
-            return "0 tokens"
         first, rest = self.times[0] - self.start, self.times[-1] - self.times[0]
         speed = f", {(count - 1) / rest:.1f} tokens/s" if rest > 0 else ""
-        return f"{count} token{'s' if count > 1 else ''}{speed}, first token after {first:.2f} s"
+        tokens = f"{count} token{'s' if count > 1 else ''}"
+        return f"{tokens}{speed}, first token after {first:.2f} s, {ENDINGS[self.finish_reason]}"
 
 
 @main.command("generate")
@@ -242,9 +244,9 @@ def _load(path: str, quiet: bool, **options: Any) -> Model:
 def _stream_text(model: Model, prompt: Any, quiet: bool, **options: Any) -> None:
     """Print a continuation piece by piece; the last line is ended whatever happens."""
     meter = _Meter()
-    pieces = stream(meter.watch(model), prompt, **options)
+    tokens = stream_tokens(model, prompt, **options)
     try:
-        for piece in pieces:
+        for piece in meter.watch(tokens):
             click.echo(piece, nl=False)
     except (KeyboardInterrupt, RuntimeError):
         click.echo()
@@ -301,7 +303,7 @@ def chat_command(
     _check_options(**options)
     model = _load(path, quiet, device=device, dtype=dtype, shared_experts=shared_experts, compile=compile)
     opening = [] if system is None else [{"role": "system", "content": system}]
-    stream(model, [*opening, {"role": "user", "content": "?"}], **options)  # raises where no turn could be run
+    stream_tokens(model, [*opening, {"role": "user", "content": "?"}], **options)  # raises where no turn could be run
     LOG.info(CHAT_HELP)
     messages = list(opening)
     for line in _read_lines():
@@ -332,11 +334,14 @@ def _take_turn(model: Model, messages: list[dict[str, str]], line: str, **option
     """Stream the reply to one more message and return the longer conversation, or the old one where that fails."""
     asked = [*messages, {"role": "user", "content": line}]
     try:
-        pieces = stream(model, asked, **options)
+        tokens = stream_tokens(model, asked, **options)
     except ValueError as error:
         click.echo(f"Error: {error}. This message was dropped; /reset forgets the earlier ones", err=True)
         return messages
-    said = "".join(_say(pieces))
+    meter = _Meter()
+    said = "".join(_say(meter.watch(tokens)))
+    if meter.finish_reason == "length":
+        LOG.info("the reply was cut after %d tokens; a larger --max-new-tokens lets it go on", len(meter.times))
     if not said:
         click.echo("There was no reply; this message was dropped", err=True)
         return messages

@@ -1,4 +1,4 @@
-"""What users call: generate, stream, logits, score."""
+"""What users call: generate, stream, stream_tokens, logits, score."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +43,21 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedToken:
+    """One generated token as it comes.
+
+    text is what became safe to show with it, of this token or of earlier ones, and often ""; without a tokenizer it
+    always is. finish_reason is None until the last token, and there what ``Completion`` says; logprobs is None unless
+    asked for.
+    """
+
+    token_id: int
+    text: str
+    finish_reason: str | None
+    logprobs: TokenLogprobs | None
+
+
 class _Row:
     """One sequence while it is generated."""
 
@@ -78,7 +93,7 @@ class _Row:
         assert self.finish_reason is not None
         logprobs = None
         if self.options.logprobs is not None:
-            logprobs = tuple(TokenLogprobs(t.logprob, t.top) for t in self.tokens if t.logprob is not None)
+            logprobs = tuple(found for token in self.tokens if (found := _token_logprobs(token)) is not None)
         return Completion(
             text=None if self.decoder is None else "".join(self.pieces),
             token_ids=tuple(token.id for token in self.tokens),
@@ -204,10 +219,49 @@ def stream(
     """Continue one prompt and give its text piece by piece; the pieces join to ``generate``'s text.
 
     Arguments and errors are those of ``generate``; they are checked by this call, before the first piece is asked
-    for. Never half a character, never the beginning of a stop string.
+    for. Never half a character, never the beginning of a stop string, never "".
     """
     if model.text is None:
-        raise ValueError(f"{model.folder} has no tokenizer.json, so there is no text to stream; use fmoe.generate")
+        raise ValueError(
+            f"{model.folder} has no tokenizer.json, so there is no text to stream; "
+            "use fmoe.generate or fmoe.stream_tokens"
+        )
+    tokens = stream_tokens(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    return (token.text for token in tokens if token.text)
+
+
+def stream_tokens(
+    model: Model,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] | None = None,
+    ignore_eos: bool = False,
+    logprobs: int | None = None,
+) -> Iterator[StreamedToken]:
+    """Continue one prompt and give its tokens one by one; ids, texts and logprobs join to ``generate``'s Completion.
+
+    Arguments and errors are those of ``generate``; they are checked by this call, before the first token is asked
+    for. Without a tokenizer the texts are "".
+    """
     options = resolve_options(
         model.defaults,
         vocab_size=model.config.decoder.vocab_size,
@@ -220,20 +274,25 @@ def stream(
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
-        logprobs=None,
+        logprobs=logprobs,
     )
+    _check_stop(model, options)
     row = _Row(model, encode_prompt(model, prompt, max_new_tokens=max_new_tokens), options)
     return _stream_row(model, row, options)
 
 
-def _stream_row(model: Model, row: _Row, options: Options) -> Iterator[str]:
+def _stream_row(model: Model, row: _Row, options: Options) -> Iterator[StreamedToken]:
     steps = choose_steps(model, len(row.prompt_ids) + options.max_new_tokens)
     turns = decode_batch(model, steps, [row.prompt_ids], options)
     while row.finish_reason is None:
         with torch.inference_mode():
-            tokens = next(turns)
-        if piece := row.push(tokens[0]):
-            yield piece
+            [token] = next(turns)
+        text = row.push(token)
+        yield StreamedToken(token.id, text, row.finish_reason, _token_logprobs(token))
+
+
+def _token_logprobs(token: Token) -> TokenLogprobs | None:
+    return None if token.logprob is None else TokenLogprobs(token.logprob, token.top)
 
 
 def _is_unfinished(rows: Sequence[_Row], row: int) -> bool:

@@ -40,6 +40,10 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+def say(text: str, finish_reason: str | None = None) -> fmoe.StreamedToken:
+    return fmoe.StreamedToken(7, text, finish_reason, None)
+
+
 @pytest.fixture(scope="module")
 def model() -> fmoe.Model:
     return fmoe.load("demo")
@@ -61,6 +65,25 @@ def test_one_prompt_prints_its_text_alone_on_standard_output() -> None:
     assert loaded_line.startswith("loaded demo in ")
     assert timing.startswith("5 tokens, ")
     assert "tokens/s, first token after " in timing
+    assert timing.endswith(" s, cut at --max-new-tokens")
+
+
+@pytest.mark.parametrize(
+    ("reason", "ending"),
+    [("length", "cut at --max-new-tokens"), ("stop", "ended by a stop string"), ("eos", "ended by the model")],
+)
+def test_the_timing_counts_tokens_not_pieces(
+    loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch, reason: str, ending: str
+) -> None:
+    reply = [say(""), say("a"), say(""), say("", reason)]
+    monkeypatch.setattr(cli, "stream_tokens", lambda *arguments, **options: iter(reply))
+    result = run(*GENERATE, PROMPT)
+    assert result.stdout == "a\n"
+    timing = result.stderr.splitlines()[-1]
+    assert timing.startswith("4 tokens, ")
+    assert timing.endswith(f" s, {ending}")
+    reply[:] = [say("b", reason)]
+    assert run(*GENERATE, PROMPT).stderr.splitlines()[-1].startswith("1 token, first token after ")
 
 
 def test_quiet_leaves_standard_error_empty(loaded: fmoe.Model) -> None:
@@ -233,21 +256,21 @@ def test_errors_of_the_library(error: Exception, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_error_in_the_middle_ends_the_line(loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pieces(*arguments: Any, **options: Any) -> Iterator[str]:
-        yield "half a"
+    def tokens(*arguments: Any, **options: Any) -> Iterator[fmoe.StreamedToken]:
+        yield say("half a")
         raise RuntimeError("the logits hold NaN")
 
-    monkeypatch.setattr(cli, "stream", pieces)
+    monkeypatch.setattr(cli, "stream_tokens", tokens)
     result = run("-q", *GENERATE, "a")
     assert (result.exit_code, result.stdout, result.stderr) == (1, "half a\n", "Error: the logits hold NaN\n")
 
 
 def test_interrupt_exits_with_130(loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pieces(*arguments: Any, **options: Any) -> Iterator[str]:
-        yield "half a"
+    def tokens(*arguments: Any, **options: Any) -> Iterator[fmoe.StreamedToken]:
+        yield say("half a")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "stream", pieces)
+    monkeypatch.setattr(cli, "stream_tokens", tokens)
     result = run("-q", *GENERATE, "a")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "half a\n", "Interrupted\n")
 

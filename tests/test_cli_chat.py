@@ -60,25 +60,36 @@ def test_chat_keeps_the_conversation(chat_folder: Path, model: fmoe.Model) -> No
     assert result.stdout == f"{first.text}\n{second.text}\n"
 
 
+@pytest.fixture
+def loaded_chat(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> fmoe.Model:
+    """Let the command take the chat model, loaded once."""
+    model = fmoe.load(chat_folder)
+    monkeypatch.setattr(cli, "load", lambda path, **options: model)
+    return model
+
+
 class Talk:
-    """Stand in for stream: remember the messages, and reply with what was prepared."""
+    """Stand in for stream_tokens: remember the messages, and reply with what was prepared."""
 
     def __init__(self, *replies: list[str | BaseException] | Exception) -> None:
         self.replies = iter([["probe"], *replies])
         self.asked: list[list[str]] = []
 
-    def __call__(self, model: fmoe.Model, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
+    def __call__(
+        self, model: fmoe.Model, messages: list[dict[str, str]], **options: Any
+    ) -> Iterator[fmoe.StreamedToken]:
         reply = next(self.replies)
         self.asked.append([message["content"] for message in messages])
         if isinstance(reply, Exception):
             raise reply
         return self.say(reply)
 
-    def say(self, reply: list[str | BaseException]) -> Iterator[str]:
+    def say(self, reply: list[str | BaseException]) -> Iterator[fmoe.StreamedToken]:
         for piece in reply:
             if isinstance(piece, BaseException):
                 raise piece
-            yield piece
+            yield fmoe.StreamedToken(7, piece, None, None)
+        yield fmoe.StreamedToken(0, "", "eos", None)
 
 
 @pytest.fixture
@@ -87,7 +98,7 @@ def chat(chat_folder: Path, loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch)
 
     def talk(replies: list[Any], stdin: str, *arguments: str) -> tuple[Talk, Result]:
         stand_in = Talk(*replies)
-        monkeypatch.setattr(cli, "stream", stand_in)
+        monkeypatch.setattr(cli, "stream_tokens", stand_in)
         return stand_in, run("-q", "chat", "--model", str(chat_folder), *arguments, stdin=stdin)
 
     return talk
@@ -118,6 +129,16 @@ def test_chat_drops_a_turn_that_does_not_fit(chat: Any) -> None:
     assert talk.asked[1:] == [["one"], ["one", "A", "long"], ["one", "A", "three"]]
     assert result.stdout == "A\nC\n"
     assert result.stderr == "Error: too long. This message was dropped; /reset forgets the earlier ones\n"
+
+
+def test_chat_tells_of_a_reply_that_was_cut(chat_folder: Path, loaded_chat: fmoe.Model) -> None:
+    command, cut = ("chat", "--model", str(chat_folder), *SHORT), "the reply was cut after 5 tokens; a larger "
+    [loud, quiet] = [run(*command, *extra, stdin="hello\nwho?\n") for extra in ((), ("-q",))]
+    assert loud.stderr.count(cut) == 2
+    assert quiet.stderr == ""
+    assert loud.stdout == quiet.stdout
+    stopped = run(*command, "--stop", loud.stdout[0], stdin="hello\n")
+    assert (stopped.stdout, cut in stopped.stderr) == ("\n", False)
 
 
 def test_chat_tells_of_an_overflow(chat_folder: Path) -> None:

@@ -147,8 +147,12 @@ def test_without_a_tokenizer(demo, textless, nothing_runs, monkeypatch):
         fmoe.generate(textless, [{"role": "user", "content": "x"}])
     with pytest.raises(ValueError, match=r"stop=\['x'\] needs text, but .* has no tokenizer.json; drop it"):
         fmoe.generate(textless, [5], stop="x")
-    with pytest.raises(ValueError, match=r"no text to stream; use fmoe\.generate"):
+    with pytest.raises(ValueError, match=r"no text to stream; use fmoe\.generate or fmoe\.stream_tokens"):
         fmoe.stream(textless, [5])
+    with pytest.raises(ValueError, match=r"the prompt is a string, but .* has no tokenizer.json; give a list of token"):
+        fmoe.stream_tokens(textless, "In the")
+    with pytest.raises(ValueError, match=r"stop=\['x'\] needs text, but .* has no tokenizer.json; drop it"):
+        fmoe.stream_tokens(textless, [5], stop="x")
     monkeypatch.undo()
     ids = GOLDEN["cases"][0]["prompt_ids"]
     done = fmoe.generate(textless, ids, max_new_tokens=5)[0]
@@ -252,3 +256,65 @@ def test_stream_gives_pieces_early(demo):
     pieces = fmoe.stream(demo, PROMPTS[0], max_new_tokens=CONTEXT - 10)
     assert next(pieces) == " of" and next(pieces) == " the"
     pieces.close()
+
+
+# --- tokens one by one
+
+
+def check_tokens(model, prompt, **options):
+    """Join the streamed tokens and compare with generate's Completion; gives both."""
+    tokens = list(fmoe.stream_tokens(model, prompt, **options))
+    done = fmoe.generate(model, prompt, **options)[0]
+    assert tuple(token.token_id for token in tokens) == done.token_ids
+    assert "".join(token.text for token in tokens) == (done.text or "")
+    assert [token.finish_reason for token in tokens] == [None] * (len(tokens) - 1) + [done.finish_reason]
+    if options.get("logprobs") is None:
+        assert {token.logprobs for token in tokens} == {None}
+    else:
+        assert tuple(token.logprobs for token in tokens) == done.logprobs
+    return tokens, done
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_new_tokens": 1}, "length"),
+        ({"max_new_tokens": 9, "logprobs": 3}, "length"),
+        ({"max_new_tokens": 9, "logprobs": 0}, "length"),
+        ({"max_new_tokens": 9, "temperature": 1.2, "top_p": 0.95, "min_p": 0.01, "seed": 7}, "length"),
+        ({"max_new_tokens": 9, "temperature": 1.0, "top_k": 5, "repetition_penalty": 1.3}, "length"),
+        ({"max_new_tokens": 32, "stop": "reign of Jerus", "logprobs": 1}, "stop"),
+        ({"max_new_tokens": 32, "stop": [GOLDEN["cases"][0]["text"][-6:] + "!"]}, "length"),
+        ({"max_new_tokens": 120, "temperature": 30.0, "seed": 3, "ignore_eos": True}, "length"),
+    ],
+    ids=str,
+)
+def test_streamed_tokens_join_to_generate(demo, options, reason):
+    tokens, done = check_tokens(demo, PROMPTS[0], **options)
+    assert done.finish_reason == reason
+    assert list(fmoe.stream(demo, PROMPTS[0], **{k: v for k, v in options.items() if k != "logprobs"})) == [
+        token.text for token in tokens if token.text
+    ]
+    if options.get("stop"):
+        assert "" in [token.text for token in tokens]  # what is held back has a token all the same
+
+
+def test_streamed_tokens_end_with_the_end_of_sequence(make_demo):
+    case = GOLDEN["cases"][0]
+    model = make_demo(generation_config__json={"eos_token_id": case["greedy_ids"][2]})
+    tokens, _ = check_tokens(model, case["prompt"], max_new_tokens=9)
+    assert [token.finish_reason for token in tokens] == [None, None, "eos"]
+    assert tokens[-1].text == ""
+    check_tokens(model, case["prompt"], max_new_tokens=9, ignore_eos=True)
+
+
+def test_streamed_tokens_without_a_tokenizer(textless):
+    tokens, done = check_tokens(textless, GOLDEN["cases"][0]["prompt_ids"], max_new_tokens=5, logprobs=2)
+    assert [token.text for token in tokens] == [""] * 5 and done.text is None
+
+
+def test_streamed_tokens_come_early(demo):
+    tokens = fmoe.stream_tokens(demo, PROMPTS[0], max_new_tokens=CONTEXT - 10)
+    first = next(tokens)
+    assert (first.token_id, first.text) == (GOLDEN["cases"][0]["greedy_ids"][0], " of")
+    tokens.close()

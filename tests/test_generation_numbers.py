@@ -244,8 +244,8 @@ def test_bad_prompts(demo, prompts, message, nothing_runs):
     ids=str,
 )
 def test_bad_arguments(demo, options, message, nothing_runs):
-    """All at the call, of stream too, before anything runs."""
-    for function in (fmoe.generate, fmoe.stream):
+    """All at the call, of streams too, before anything runs."""
+    for function in (fmoe.generate, fmoe.stream, fmoe.stream_tokens):
         with pytest.raises(ValueError, match=message):
             function(demo, "In the beginning", **options)
 
@@ -267,11 +267,17 @@ def test_bad_arguments_of_generate(demo, options, message, nothing_runs):
         fmoe.generate(demo, "In the beginning", **options)
 
 
-def test_stream_takes_one_prompt(demo, nothing_runs):
+def test_bad_logprobs_of_stream_tokens(demo, nothing_runs):
+    with pytest.raises(ValueError, match=r"logprobs=-1 must be None or an int in 0..4096 \(the vocabulary\)"):
+        fmoe.stream_tokens(demo, "In the beginning", logprobs=-1)
+
+
+@pytest.mark.parametrize("function", [fmoe.stream, fmoe.stream_tokens])
+def test_a_stream_takes_one_prompt(function, demo, nothing_runs):
     with pytest.raises(ValueError, match=r"the prompt must be a string, .* got a list of str"):
-        fmoe.stream(demo, ["In the beginning"])
+        function(demo, ["In the beginning"])
     with pytest.raises(ValueError, match="the prompt is empty"):
-        fmoe.stream(demo, "")
+        function(demo, "")
 
 
 def test_numpy_numbers_are_numbers(demo):
