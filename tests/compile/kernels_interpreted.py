@@ -28,8 +28,8 @@ pytestmark = [
 ]
 
 D, F = 96, 40
-MV = Tile(1, 16, 64, 4, 2)
-SMALL = Tile(16, 16, 64, 4, 2)
+MV = Tile(1, 32, 128, 4, 2)
+SMALL = Tile(16, 32, 64, 4, 2)
 SLOTS = Settings("slots", Tile(0, 16, 64, 4, 2), MV, MV, token_down=True, combine=64)
 GROUPED = Settings("grouped", SMALL, SMALL, SMALL, splits=2, combine=64)
 PATHS = {
@@ -86,8 +86,8 @@ def relative_error(y, expected):
 @pytest.mark.parametrize("path", PATHS)
 def test_the_layer_equals_the_formula(path, case, dtype, rng):
     tokens, experts, top_k, slots, gate_rows = case
-    if tokens > 5 and path in ("slots", "fused", "token") and dtype == torch.float32:
-        pytest.skip("as in float16; each costs seconds in the interpreter")
+    if tokens > 5 and (dtype == torch.float32 or path in ("fused", "token") or (path == "slots" and tokens > 33)):
+        pytest.skip("as with fewer tokens; each costs many seconds in the interpreter")
     config = RouterConfig(experts, top_k, renormalize=True)
     router, w_gate_up, w_down = weights(experts, slots, gate_rows, rng, dtype)
     x = torch.randn(tokens, D, generator=rng).to(dtype)
