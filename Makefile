@@ -23,6 +23,9 @@ ARGS =
 PROMPT = In the beginning
 TOKENS = 64
 
+# A build of torch for a GPU brings its own Triton. Beside a build for the CPU this one serves the tests of the kernels.
+TRITON = triton==3.6.0
+
 RUN = $(VENV)/bin/python
 # A stamp carries a checksum of this folder's path: an installation points at its checkout, so a
 # checkout that was moved is set up anew.
@@ -86,4 +89,5 @@ $(VENV)/$(STAMP)-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "Setting up $(VENV) ..." >&2
 	@rm -f $(VENV)/.fmoe-*
 	$(INSTALL) -e '.[test,dev]' >&2
+	@$(RUN) -c "import triton" 2>/dev/null || $(INSTALL) $(TRITON) >&2 || echo "no Triton: the tests of its kernels will be skipped" >&2
 	@touch $(VENV)/$(STAMP)-run $@
