@@ -1,7 +1,9 @@
 """The one door to models/: which family runs a config.json."""
 
+import logging
 import re
 from collections.abc import Callable, Mapping
+from reprlib import repr as brief
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,8 @@ from fmoe.models.decoder import forward as forward
 from fmoe.models.decoder import state_row as state_row
 from fmoe.models.weights import Fill as Fill
 from fmoe.models.weights import Piece as Piece
+
+logger = logging.getLogger("fmoe")
 
 
 class FamilyConfig(Protocol):
@@ -65,9 +69,11 @@ def find_architecture(raw: Mapping[str, Any], /) -> Architecture:
     """Find the family by ``architectures`` first, then by ``model_type``.
 
     Raises:
-        ValueError: neither is known; the message lists what is.
+        ValueError: neither is known, the message lists what is; or ``architectures`` is no list of names.
     """
-    declared = raw.get("architectures") or []
+    declared = [] if raw.get("architectures") is None else raw["architectures"]
+    if not isinstance(declared, list) or not all(isinstance(name, str) for name in declared):
+        raise ValueError(f"config.json: architectures must be a list of names, got {brief(declared)}")
     model_type = raw.get("model_type")
     for family in KNOWN:
         if any(name in family.ARCHITECTURES for name in declared):
@@ -77,19 +83,36 @@ def find_architecture(raw: Mapping[str, Any], /) -> Architecture:
             return family
     known = ", ".join(sorted(name for family in KNOWN for name in family.MODEL_TYPES))
     raise ValueError(
-        f"config.json: model_type {model_type!r} with architectures {declared!r} is unknown; known model types: {known}"
+        f"config.json: model_type {brief(model_type)} with architectures {brief(declared)} is unknown; "
+        f"known model types: {known}"
     )
 
 
 def ignored_tensors(config: DecoderConfig, /) -> Callable[[str], bool]:
-    """Tell which checkpoint tensors may stay unread: draft layers, recomputed buffers, a tied head."""
+    """Tell which checkpoint tensors may stay unread: draft layers, recomputed buffers, a tied head.
+
+    Layers behind the draft layers that config.json counts may stay unread too, but the first one met is logged: a
+    ``num_hidden_layers`` that is too small would otherwise drop trained layers unseen.
+    """
     layers = len(config.layer_kinds)
+    behind = layers + config.draft_layers
+    met: list[str] = []
 
     def ignored(name: str) -> bool:
         if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
             return True
         numbered = re.match(r"model\.layers\.(\d+)\.", name)
         if numbered and int(numbered[1]) >= layers:
+            if int(numbered[1]) >= behind and not met:
+                met.append(name)
+                logger.warning(
+                    "layers from model.layers.%d on are not read (the checkpoint has %s): config.json says "
+                    "num_hidden_layers=%d and %d draft layers; correct num_hidden_layers if they belong to the model",
+                    behind,
+                    name,
+                    layers,
+                    config.draft_layers,
+                )
             return True
         return config.tied and name == "lm_head.weight"
 

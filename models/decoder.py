@@ -20,7 +20,7 @@ from fmoe.functional.norm import rms_norm
 from fmoe.functional.rotary import RopeConfig, rotary_frequencies
 from fmoe.functional.routing import RouterConfig
 
-from .settings import Raw, read_bool, read_float, read_int
+from .settings import MOST_LAYERS, Raw, read_bool, read_eps, read_int
 from .weights import Fill, Piece, plain
 
 Layer = Callable[..., Tensor]
@@ -40,6 +40,7 @@ class DecoderConfig:
     tied: bool
     window: int | None = None  # tokens that layers with a sliding window see, the token itself included
     rotate_float32: bool = False  # cos and sin stay float32 instead of the model's dtype
+    draft_layers: int = 0  # stored behind the others, not read
 
 
 class LayerParams(NamedTuple):
@@ -77,18 +78,33 @@ def decoder_config(
     tied: bool = False,
     window: int | None = None,
     rotate_float32: bool = False,
+    drafts: int = 0,
+    eps: float = 1e-6,
 ) -> DecoderConfig:
-    """Read the keys that all families share."""
+    """Read the keys that all families share.
+
+    Args:
+        raw: config.json.
+        layer_kinds: layer by layer.
+        rope: rotation.
+        tied: default of ``tie_word_embeddings``.
+        window: as in DecoderConfig.
+        rotate_float32: as in DecoderConfig.
+        drafts: default of ``num_nextn_predict_layers``, which is also ``num_mtp_layers``.
+        eps: default of ``rms_norm_eps``.
+    """
+    drafts = read_int(raw, "num_mtp_layers", drafts, maximum=MOST_LAYERS)
     return DecoderConfig(
-        hidden_size=read_int(raw, "hidden_size"),
-        vocab_size=read_int(raw, "vocab_size"),
-        max_context=read_int(raw, "max_position_embeddings"),
+        hidden_size=read_int(raw, "hidden_size", minimum=1),
+        vocab_size=read_int(raw, "vocab_size", minimum=1),
+        max_context=read_int(raw, "max_position_embeddings", minimum=1),
         layer_kinds=layer_kinds,
-        eps=read_float(raw, "rms_norm_eps", 1e-6),
+        eps=read_eps(raw, eps),
         rope=rope,
         tied=read_bool(raw, "tie_word_embeddings", tied),
         window=window,
         rotate_float32=rotate_float32,
+        draft_layers=read_int(raw, "num_nextn_predict_layers", drafts, maximum=MOST_LAYERS),
     )
 
 

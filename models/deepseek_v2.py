@@ -26,7 +26,18 @@ from .decoder import (
     residual_layer,
 )
 from .mla import LatentConfig, latent_cache, latent_config, latent_mixer, latent_params
-from .settings import Raw, read_float, read_int, read_rope, require
+from .settings import (
+    MOST_EXPERTS,
+    MOST_SHARED,
+    SMALLEST,
+    Raw,
+    read_float,
+    read_int,
+    read_layers,
+    read_rope,
+    read_top_k,
+    require,
+)
 from .weights import ExpertNames, Fill, gate_and_up, moe_params, plain
 
 MODEL_TYPES: tuple[str, ...] = ("deepseek_v2",)
@@ -68,19 +79,40 @@ def read_router(raw: Raw) -> RouterConfig:
     # The released code renormalises where norm_topk_prob is true, and then does not scale; others ignore the key.
     require(raw, {"scoring_func": ("softmax",), "topk_method": (GREEDY, GROUP_LIMITED), "norm_topk_prob": (False,)})
     limited = raw.get("topk_method") == GROUP_LIMITED
+    experts, top_k, groups, kept = read_choice(raw, grouped=limited)
     return RouterConfig(
-        num_experts=read_int(raw, "n_routed_experts"),
-        top_k=read_int(raw, "num_experts_per_tok"),
-        scale=read_float(raw, "routed_scaling_factor", 1.0),
-        groups=read_int(raw, "n_group") if limited else 1,
-        groups_kept=read_int(raw, "topk_group") if limited else 1,
+        num_experts=experts,
+        top_k=top_k,
+        scale=read_float(raw, "routed_scaling_factor", 1.0, minimum=SMALLEST),
+        groups=groups,
+        groups_kept=kept,
         float32_logits=True,
     )
 
 
+def read_choice(raw: Raw, /, *, grouped: bool) -> tuple[int, int, int, int]:
+    """Read from how many experts how many are chosen: E, K, then G and the groups kept, 1 and 1 unless ``grouped``."""
+    experts = read_int(raw, "n_routed_experts", minimum=1, maximum=MOST_EXPERTS)
+    top_k = read_top_k(raw, experts)
+    if not grouped:
+        return experts, top_k, 1, 1
+    groups, kept = read_int(raw, "n_group", minimum=1), read_int(raw, "topk_group", minimum=1)
+    if experts % groups:
+        raise ValueError(f"config.json: n_group={groups} must divide n_routed_experts={experts}")
+    if kept <= groups and kept * (experts // groups) < top_k:
+        raise ValueError(
+            f"config.json: topk_group={kept} of n_group={groups} groups hold {kept * (experts // groups)} of "
+            f"n_routed_experts={experts}, fewer than num_experts_per_tok={top_k}"
+        )
+    return experts, top_k, groups, kept
+
+
 def latent_rope(raw: Raw) -> RopeConfig:
     """Read the rotation of the key channels that all heads share; ``head_dim`` is not what it may look like."""
-    return read_rope(raw, read_int(raw, "qk_rope_head_dim"), theta=10000.0, apply_mscale=True)
+    size = read_int(raw, "qk_rope_head_dim", minimum=2)
+    if size % 2:
+        raise ValueError(f"config.json: qk_rope_head_dim must be even, got {size}")
+    return read_rope(raw, size, theta=10000.0, apply_mscale=True)
 
 
 def make_config(
@@ -94,18 +126,19 @@ def make_config(
     dense_layers: int,
     rotate_float32: bool = False,
     bias: str | None = None,
+    drafts: int = 0,
 ) -> Config:
-    """Read the keys that V2 and V3 have in common; ``bias`` is the name of the router's correction bias."""
+    """Read the keys that V2 and V3 have in common; ``bias`` names the router's correction bias."""
     require(raw, {"hidden_act": ("silu",), "mlp_bias": (False,), "moe_layer_freq": (1,)})
-    expert_size = read_int(raw, "moe_intermediate_size")
-    count = read_int(raw, "n_shared_experts", 0)
-    kinds = (KIND,) * read_int(raw, "num_hidden_layers")
+    expert_size = read_int(raw, "moe_intermediate_size", minimum=1)
+    count = read_int(raw, "n_shared_experts", 0, maximum=MOST_SHARED)
+    kinds = (KIND,) * read_layers(raw)
     return Config(
-        decoder=decoder_config(raw, kinds, rope, rotate_float32=rotate_float32),
+        decoder=decoder_config(raw, kinds, rope, rotate_float32=rotate_float32, drafts=drafts),
         attention=attention,
         router=router,
         dense_layers=dense_layers,
-        intermediate_size=read_int(raw, "intermediate_size"),
+        intermediate_size=read_int(raw, "intermediate_size", minimum=1 if dense_layers else 0),
         expert_size=expert_size,
         shared=plan_shared_experts(count, None, expert_size, requested=shared_experts),
         names=ExpertNames(shared="shared_experts", bias=bias),

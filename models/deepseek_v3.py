@@ -11,10 +11,10 @@ from fmoe.functional.routing import RouterConfig
 from .deepseek_v2 import Config as Config
 from .deepseek_v2 import build_params as build_params
 from .deepseek_v2 import init_state as init_state
-from .deepseek_v2 import latent_rope, make_config
+from .deepseek_v2 import latent_rope, make_config, read_choice
 from .deepseek_v2 import make_layers as make_layers
 from .mla import latent_config
-from .settings import Raw, read_bool, read_float, read_int, require
+from .settings import SMALLEST, Raw, read_bool, read_float, read_int, require
 
 MODEL_TYPES: tuple[str, ...] = ("deepseek_v3", "kimi_k2")
 ARCHITECTURES: tuple[str, ...] = ("DeepseekV3ForCausalLM",)
@@ -32,21 +32,23 @@ def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
         shared_experts=shared_experts,
         dense_layers=read_int(raw, "first_k_dense_replace", 3),
         bias=BIAS,
+        drafts=1,
     )
 
 
 def read_router(raw: Raw) -> RouterConfig:
     """Read V3's rule: sigmoid scores, chosen with the bias among the best groups, weighed without it."""
     require(raw, {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)})
+    experts, top_k, groups, kept = read_choice(raw, grouped=True)
     return RouterConfig(
-        num_experts=read_int(raw, "n_routed_experts"),
-        top_k=read_int(raw, "num_experts_per_tok"),
+        num_experts=experts,
+        top_k=top_k,
         scoring="sigmoid",
         renormalize=read_bool(raw, "norm_topk_prob", True),
         sum_eps=1e-20,
-        scale=read_float(raw, "routed_scaling_factor", 2.5),
-        groups=read_int(raw, "n_group"),
-        groups_kept=read_int(raw, "topk_group"),
+        scale=read_float(raw, "routed_scaling_factor", 2.5, minimum=SMALLEST),
+        groups=groups,
+        groups_kept=kept,
         group_score="top2",
         float32_logits=True,
     )

@@ -59,11 +59,13 @@ class AttentionParams(NamedTuple):
 
 def attention_config(raw: Raw, *, eps: float, gated: bool = False) -> AttentionConfig:
     """Read the head counts; an absent ``head_dim`` is hidden / heads, absent kv heads are as many as heads."""
-    heads = read_int(raw, "num_attention_heads")
-    if heads == 0:
-        raise ValueError("config.json: num_attention_heads must be at least 1, got 0")
-    head_size = read_int(raw, "head_dim", read_int(raw, "hidden_size") // heads)
-    return AttentionConfig(heads, read_int(raw, "num_key_value_heads", heads), head_size, eps, gated)
+    heads, hidden = read_int(raw, "num_attention_heads", minimum=1), read_int(raw, "hidden_size", minimum=1)
+    head_size = read_int(raw, "head_dim", hidden // heads, minimum=1)
+    if head_size < 1:
+        raise ValueError(
+            f"config.json: num_attention_heads={heads} must be at most hidden_size={hidden} where head_dim is absent"
+        )
+    return AttentionConfig(heads, read_int(raw, "num_key_value_heads", heads, minimum=1), head_size, eps, gated)
 
 
 def attention_params(

@@ -7,6 +7,7 @@ Letters: B sequences, T tokens, D hidden, E experts.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from reprlib import repr as brief
 
 import torch
 
@@ -16,7 +17,7 @@ from fmoe.functional.routing import RouterConfig
 
 from .decoder import DecoderConfig, LayerParams, Layers, Params, State, frame_params, make_state, residual_layer
 from .gqa import AttentionConfig, attention_cache, attention_mixer, attention_params
-from .settings import Raw, read_int
+from .settings import MOST_EXPERTS, Raw, read_int
 from .weights import ExpertNames, Fill, gate_and_up, moe_params, plain
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -38,8 +39,8 @@ class Config:
     head_norms: bool = False  # q and k are normed per head, before the rotation
 
 
-def read_experts(raw: Raw) -> int:
-    """Read the number of experts from ``num_experts`` or ``num_local_experts``.
+def read_experts(raw: Raw, key: str = "num_experts", *, minimum: int = 0) -> int:
+    """Read the number of experts from ``num_experts`` or ``num_local_experts``; an error names the family's ``key``.
 
     Published Qwen3-MoE files have the first, those that transformers 5 writes the second.
 
@@ -48,16 +49,15 @@ def read_experts(raw: Raw) -> int:
     """
     old, new = raw.get("num_experts"), raw.get("num_local_experts")
     if old is not None and new is not None and old != new:
-        raise ValueError(f"config.json: num_experts={old!r} and num_local_experts={new!r} must be equal")
-    return read_int(raw, "num_experts" if new is None else "num_local_experts")
+        raise ValueError(f"config.json: num_experts={brief(old)} and num_local_experts={brief(new)} must be equal")
+    if old is not None or new is not None:
+        key = "num_experts" if new is None else "num_local_experts"
+    return read_int(raw, key, minimum=minimum, maximum=MOST_EXPERTS)
 
 
 def read_window(raw: Raw, default: int | None = None) -> int:
     """Read the tokens that a sliding layer sees, the token itself included."""
-    window = read_int(raw, "sliding_window", default)
-    if window < 1:
-        raise ValueError(f"config.json: sliding_window must be at least 1 where layers slide, got {window}")
-    return window
+    return read_int(raw, "sliding_window", default, minimum=1)
 
 
 def build_params(fill: Fill, config: Config, *, moe: str = "mlp") -> Params:

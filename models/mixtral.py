@@ -3,8 +3,6 @@
 Source: the published config.json of Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1; arXiv:2401.04088.
 """
 
-from dataclasses import replace
-
 from fmoe.functional.moe import SharedExperts, plan_shared_experts
 from fmoe.functional.routing import RouterConfig
 
@@ -14,7 +12,7 @@ from .gqa import attention_config
 from .gqa_decoder import FULL, SLIDING, Config, read_experts, read_window
 from .gqa_decoder import init_state as init_state
 from .gqa_decoder import make_layers as make_layers
-from .settings import Raw, read_float, read_int, read_whole_rope, require
+from .settings import Raw, read_eps, read_int, read_layers, read_top_k, read_whole_rope, require
 from .weights import ExpertNames, Fill
 
 MODEL_TYPES: tuple[str, ...] = ("mixtral",)
@@ -25,18 +23,16 @@ NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
     """Read config.json; values that are not implemented are refused by name."""
     require(raw, {"hidden_act": ("silu",), "attention_bias": (False,)})
-    eps = read_float(raw, "rms_norm_eps", 1e-5)
-    attention = attention_config(raw, eps=eps)
+    attention = attention_config(raw, eps=read_eps(raw, 1e-5))
     window = None if raw.get("sliding_window") is None else read_window(raw)
-    kinds = (FULL if window is None else SLIDING,) * read_int(raw, "num_hidden_layers")
-    decoder = decoder_config(raw, kinds, read_whole_rope(raw, attention.head_size, theta=1e6), window=window)
-    width = read_int(raw, "intermediate_size")
+    kinds = (FULL if window is None else SLIDING,) * read_layers(raw)
+    rope = read_whole_rope(raw, attention.head_size, theta=1e6)
+    width = read_int(raw, "intermediate_size", minimum=1)
+    experts = read_experts(raw, "num_local_experts", minimum=1)
     return Config(
-        decoder=replace(decoder, eps=eps),
+        decoder=decoder_config(raw, kinds, rope, window=window, eps=attention.eps),
         attention=attention,
-        router=RouterConfig(
-            num_experts=read_experts(raw), top_k=read_int(raw, "num_experts_per_tok"), renormalize=True
-        ),
+        router=RouterConfig(num_experts=experts, top_k=read_top_k(raw, experts), renormalize=True),
         sparse_layers=(True,) * len(kinds),
         intermediate_size=width,
         expert_size=width,

@@ -18,7 +18,7 @@ from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import rms_norm
 from fmoe.functional.rotary import RopeConfig, apply_rotary, apply_rotary_interleaved, yarn_mscale
 
-from .settings import Raw, read_float, read_int, require
+from .settings import Raw, read_float, read_int, require, rope_keys
 from .weights import Fill, Piece, matrix, plain, rows
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
@@ -81,18 +81,24 @@ def latent_config(raw: Raw, rope: RopeConfig, /, *, interleaved: bool = True) ->
     """
     if "q_lora_rank" not in raw:
         raise ValueError("config.json: q_lora_rank is missing; expected an integer, or null for a single q_proj")
-    rope_raw: Raw = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    heads, plain = read_int(raw, "num_attention_heads"), read_int(raw, "qk_nope_head_dim")
-    require(raw, {"attention_bias": (False,), "num_key_value_heads": (heads,)})
+    rope_raw = rope_keys(raw)
+    heads, plain = read_int(raw, "num_attention_heads", minimum=1), read_int(raw, "qk_nope_head_dim", minimum=1)
+    require(raw, {"attention_bias": (False,)})
+    kv_heads = read_int(raw, "num_key_value_heads", heads, minimum=1)
+    if kv_heads != heads:
+        raise NotImplementedError(
+            f"config.json: num_key_value_heads={kv_heads} is not implemented; implemented: {heads}, "
+            "which is num_attention_heads"
+        )
     require(rope_raw, {"partial_rotary_factor": (1.0,)})
     temperature = yarn_mscale(rope.factor, read_float(rope_raw, "mscale_all_dim", 0.0))
     return LatentConfig(
         heads=heads,
-        query_rank=None if raw["q_lora_rank"] is None else read_int(raw, "q_lora_rank"),
-        latent_size=read_int(raw, "kv_lora_rank"),
+        query_rank=None if raw["q_lora_rank"] is None else read_int(raw, "q_lora_rank", minimum=1),
+        latent_size=read_int(raw, "kv_lora_rank", minimum=1),
         plain_size=plain,
         rotary_size=rope.rotary_size,
-        value_size=read_int(raw, "v_head_dim"),
+        value_size=read_int(raw, "v_head_dim", minimum=1),
         scale=(plain + rope.rotary_size) ** -0.5 * temperature**2,
         interleaved=interleaved,
     )

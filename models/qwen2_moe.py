@@ -13,7 +13,20 @@ from .gqa_decoder import FULL, SLIDING, Config, read_experts, read_window
 from .gqa_decoder import build_params as build_params
 from .gqa_decoder import init_state as init_state
 from .gqa_decoder import make_layers as make_layers
-from .settings import Raw, read_bool, read_float, read_int, read_ints, read_layer_types, read_whole_rope, require
+from .settings import (
+    Raw,
+    read_bool,
+    read_eps,
+    read_expert_size,
+    read_int,
+    read_layer_types,
+    read_layers,
+    read_shared_size,
+    read_sparse_layers,
+    read_top_k,
+    read_whole_rope,
+    require,
+)
 from .weights import ExpertNames
 
 MODEL_TYPES: tuple[str, ...] = ("qwen2_moe",)
@@ -28,7 +41,7 @@ def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
         raw,
         read_layer_kinds(raw),
         biased="qkv" if read_bool(raw, "qkv_bias", True) else "",
-        shared_size=read_int(raw, "shared_expert_intermediate_size", 0),
+        shared=True,
         shared_experts=shared_experts,
     )
 
@@ -38,7 +51,7 @@ def read_layer_kinds(raw: Raw) -> tuple[str, ...]:
 
     Source: the rule is that of transformers' Qwen2MoeConfig, and the first layer slides.
     """
-    count, slides = read_int(raw, "num_hidden_layers"), read_bool(raw, "use_sliding_window", False)
+    count, slides = read_layers(raw), read_bool(raw, "use_sliding_window", False)
     kinds = read_layer_types(raw, count, (FULL, SLIDING))
     if kinds is None:
         end = read_int(raw, "max_window_layers", 28)
@@ -55,7 +68,7 @@ def make_config(
     *,
     biased: str,
     head_norms: bool = False,
-    shared_size: int = 0,
+    shared: bool = False,
     shared_experts: SharedExperts,
 ) -> Config:
     """Read the keys that Qwen2-MoE and Qwen3-MoE have in common.
@@ -65,12 +78,14 @@ def make_config(
         kinds: full or sliding, layer by layer.
         biased: attention projections with a bias.
         head_norms: q and k are normed per head.
-        shared_size: width of the shared expert, 0 for none.
+        shared: the family has a shared expert.
         shared_experts: how to run it.
     """
     require(raw, {"hidden_act": ("silu",)})
-    attention = attention_config(raw, eps=read_float(raw, "rms_norm_eps", 1e-6))
-    experts, expert_size = read_experts(raw), read_int(raw, "moe_intermediate_size")
+    attention = attention_config(raw, eps=read_eps(raw, 1e-6))
+    experts = read_experts(raw)
+    expert_size, sparse_layers = read_expert_size(raw, experts), read_sparse_layers(raw, len(kinds), experts)
+    shared_size = read_shared_size(raw, expert_size) if shared else 0
     return Config(
         decoder=decoder_config(
             raw,
@@ -80,8 +95,8 @@ def make_config(
         ),
         attention=attention,
         router=_read_router(raw, experts),
-        sparse_layers=_find_sparse_layers(raw, len(kinds)) if experts else (False,) * len(kinds),
-        intermediate_size=read_int(raw, "intermediate_size"),
+        sparse_layers=sparse_layers,
+        intermediate_size=read_int(raw, "intermediate_size", minimum=0 if all(sparse_layers) else 1),
         expert_size=expert_size,
         shared=plan_shared_experts(None, shared_size, expert_size, requested=shared_experts),
         names=NAMES,
@@ -94,15 +109,7 @@ def _read_router(raw: Raw, experts: int) -> RouterConfig:
     """Softmax over all, the best weighed in the model's dtype; without experts, a rule that no layer uses."""
     return RouterConfig(
         num_experts=max(experts, 1),
-        top_k=read_int(raw, "num_experts_per_tok") if experts else 1,
+        top_k=read_top_k(raw, experts) if experts else 1,
         renormalize=read_bool(raw, "norm_topk_prob", False),
         round_weights=True,
     )
-
-
-def _find_sparse_layers(raw: Raw, count: int) -> tuple[bool, ...]:
-    """Every ``decoder_sparse_step``-th layer is sparse, counted from one, but those in ``mlp_only_layers``."""
-    dense, step = read_ints(raw, "mlp_only_layers"), read_int(raw, "decoder_sparse_step", 1)
-    if step < 1:
-        raise ValueError(f"config.json: decoder_sparse_step must be at least 1, got {step}")
-    return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))

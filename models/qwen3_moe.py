@@ -10,7 +10,7 @@ from .gqa_decoder import build_params as build_params
 from .gqa_decoder import init_state as init_state
 from .gqa_decoder import make_layers as make_layers
 from .qwen2_moe import make_config
-from .settings import Raw, read_bool, read_int, read_layer_types
+from .settings import Raw, read_bool, read_layer_types, read_layers
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_moe",)
 ARCHITECTURES: tuple[str, ...] = ("Qwen3MoeForCausalLM",)
@@ -24,7 +24,7 @@ def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
 
 def _layer_kinds(raw: Raw) -> tuple[str, ...]:
     """All layers slide or none does; transformers reads neither ``layer_types`` nor ``max_window_layers`` here."""
-    count = read_int(raw, "num_hidden_layers")
+    count = read_layers(raw)
     # "sliding_window": null switches the window off; only an absent key means the default width
     slides = read_bool(raw, "use_sliding_window", False) and raw.get("sliding_window", 0) is not None
     kinds = (SLIDING if slides else FULL,) * count

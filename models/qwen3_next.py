@@ -18,6 +18,7 @@ from fmoe.functional.cache import Cache, DeltaCache
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.moe import SharedExperts, SharedPlan, plan_shared_experts
+from fmoe.functional.rotary import RopeConfig
 from fmoe.functional.routing import RouterConfig
 
 from .decoder import (
@@ -32,13 +33,32 @@ from .decoder import (
     residual_layer,
 )
 from .gqa import AttentionConfig, AttentionParams, attention_cache, attention_config, attention_mixer, attention_params
-from .settings import Raw, read_bool, read_float, read_int, read_ints, read_rope, require
+from .settings import (
+    MOST_EXPERTS,
+    MOST_SHARED,
+    SMALLEST,
+    Raw,
+    read_bool,
+    read_eps,
+    read_expert_size,
+    read_float,
+    read_int,
+    read_layer_types,
+    read_layers,
+    read_rope,
+    read_shared_size,
+    read_sparse_layers,
+    read_top_k,
+    require,
+    rope_keys,
+)
 from .weights import ExpertNames, Fill, Piece, gate_and_up, matrix, moe_params, plain, rows, zero_centred_norm
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
 ARCHITECTURES: tuple[str, ...] = ("Qwen3NextForCausalLM",)
 NAMES = ExpertNames(shared_gate="shared_expert_gate.weight")
 LINEAR, FULL = "linear_attention", "full_attention"
+MOST_TAPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,54 +78,54 @@ class Config:
 def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
     """Read config.json; values that are not implemented are refused by name."""
     require(raw, {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)})
-    eps = read_float(raw, "rms_norm_eps", 1e-6)
-    kinds = _layer_kinds(raw)
-    attention = attention_config(raw, eps=eps, gated=True)
-    rope_raw = raw.get("rope_parameters") or {}
-    rotary = read_float(rope_raw, "partial_rotary_factor", read_float(raw, "partial_rotary_factor", 0.25))
-    delta = DeltaConfig(
-        key_heads=read_int(raw, "linear_num_key_heads"),
-        value_heads=read_int(raw, "linear_num_value_heads"),
-        key_size=read_int(raw, "linear_key_head_dim"),
-        value_size=read_int(raw, "linear_value_head_dim"),
-        conv_size=read_int(raw, "linear_conv_kernel_dim", 4),
-        eps=eps,
-    )
-    experts, expert_size = read_int(raw, "num_experts"), read_int(raw, "moe_intermediate_size")
-    router = RouterConfig(
-        num_experts=max(experts, 1),
-        top_k=read_int(raw, "num_experts_per_tok") if experts else 1,
-        renormalize=read_bool(raw, "norm_topk_prob", True),
-        round_weights=True,
-    )
-    dense, step = read_ints(raw, "mlp_only_layers"), max(read_int(raw, "decoder_sparse_step", 1), 1)
-    shared_size = read_int(raw, "shared_expert_intermediate_size", 0)
-    count = read_int(raw, "n_shared_experts") if raw.get("n_shared_experts") is not None else None
+    kinds, experts = _layer_kinds(raw), read_int(raw, "num_experts", maximum=MOST_EXPERTS)
+    attention = attention_config(raw, eps=read_eps(raw, 1e-6), gated=True)
+    sparse_layers, expert_size = read_sparse_layers(raw, len(kinds), experts), read_expert_size(raw, experts)
+    has_count = raw.get("n_shared_experts") is not None
+    count = read_int(raw, "n_shared_experts", maximum=MOST_SHARED) if has_count else None
+    shared_size = read_shared_size(raw, expert_size, count)
     return Config(
-        decoder=decoder_config(
-            raw, kinds, read_rope(raw, int(attention.head_size * rotary), theta=10000.0, apply_mscale=True)
-        ),
+        decoder=decoder_config(raw, kinds, _read_rope(raw, attention.head_size)),
         attention=attention,
-        delta=delta,
-        router=router,
-        sparse_layers=tuple(experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(len(kinds))),
-        intermediate_size=read_int(raw, "intermediate_size"),
+        delta=_read_delta(raw, attention.eps),
+        router=RouterConfig(
+            num_experts=max(experts, 1),
+            top_k=read_top_k(raw, experts) if experts else 1,
+            renormalize=read_bool(raw, "norm_topk_prob", True),
+            round_weights=True,
+        ),
+        sparse_layers=sparse_layers,
+        intermediate_size=read_int(raw, "intermediate_size", minimum=0 if all(sparse_layers) else 1),
         expert_size=expert_size,
         shared=plan_shared_experts(count, shared_size, expert_size, requested=shared_experts),
     )
 
 
+def _read_rope(raw: Raw, head_size: int) -> RopeConfig:
+    """The first channels of each head rotate, ``partial_rotary_factor`` of them."""
+    rope = rope_keys(raw)
+    keys = raw if rope.get("partial_rotary_factor") is None else rope
+    part = read_float(keys, "partial_rotary_factor", 0.25, minimum=SMALLEST, maximum=1.0)
+    return read_rope(raw, int(head_size * part), theta=10000.0, apply_mscale=True)
+
+
+def _read_delta(raw: Raw, eps: float) -> DeltaConfig:
+    return DeltaConfig(
+        key_heads=read_int(raw, "linear_num_key_heads", minimum=1),
+        value_heads=read_int(raw, "linear_num_value_heads", minimum=1),
+        key_size=read_int(raw, "linear_key_head_dim", minimum=1),
+        value_size=read_int(raw, "linear_value_head_dim", minimum=1),
+        conv_size=read_int(raw, "linear_conv_kernel_dim", 4, minimum=1, maximum=MOST_TAPS),
+        eps=eps,
+    )
+
+
 def _layer_kinds(raw: Raw) -> tuple[str, ...]:
-    layers, kinds = read_int(raw, "num_hidden_layers"), raw.get("layer_types")
-    if kinds is None:
-        interval = max(read_int(raw, "full_attention_interval", 4), 1)
-        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"config.json: layer_types must list num_hidden_layers={layers} kinds, got {kinds!r}")
-    unknown = sorted({str(kind) for kind in kinds} - {LINEAR, FULL})
-    if unknown:
-        raise NotImplementedError(f"config.json: layer_types {unknown} are unknown; known: {LINEAR}, {FULL}")
-    return tuple(kinds)
+    layers = read_layers(raw)
+    interval = read_int(raw, "full_attention_interval", 4, minimum=1)
+    return read_layer_types(raw, layers, (LINEAR, FULL)) or tuple(
+        FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)
+    )
 
 
 def build_params(fill: Fill, config: Config) -> Params:

@@ -46,6 +46,13 @@ def test_an_unknown_family_lists_the_known(raw, start):
     assert "qwen3_next" in listed
 
 
+@pytest.mark.parametrize("value", [5, 0, True, False, 1.5, "x", "", {}, [5], ["Qwen3NextForCausalLM", None]], ids=repr)
+def test_architectures_must_be_a_list_of_names(value):
+    with pytest.raises(ValueError, match=r"config.json: architectures must be a list of names, got ") as caught:
+        find_architecture({"model_type": "qwen3_next", "architectures": value})
+    assert str(caught.value).endswith(repr(value))
+
+
 def test_no_name_belongs_to_two_families():
     for names in ([f.MODEL_TYPES for f in KNOWN], [f.ARCHITECTURES for f in KNOWN]):
         flat = [name for group in names for name in group]
@@ -70,11 +77,29 @@ def test_no_name_belongs_to_two_families():
     ],
 )
 def test_ignored_tensors(name, ignored):
-    config = SimpleNamespace(layer_kinds=("a",) * 4, tied=False)
+    config = SimpleNamespace(layer_kinds=("a",) * 4, tied=False, draft_layers=9)
     assert ignored_tensors(config)(name) is ignored
 
 
 def test_a_tied_head_may_stay_unread():
-    tied = ignored_tensors(SimpleNamespace(layer_kinds=("a",) * 4, tied=True))
+    tied = ignored_tensors(SimpleNamespace(layer_kinds=("a",) * 4, tied=True, draft_layers=0))
     assert tied("lm_head.weight") is True
     assert tied("lm_head.bias") is False
+
+
+@pytest.mark.parametrize(
+    ("drafts", "quiet", "loud"), [(0, [], [4, 5, 10]), (1, [4], [5, 6]), (2, [4, 5], [6])], ids=["none", "one", "two"]
+)
+def test_layers_behind_the_draft_layers_are_logged_once(drafts, quiet, loud, caplog):
+    ignored = ignored_tensors(SimpleNamespace(layer_kinds=("a",) * 4, tied=False, draft_layers=drafts))
+    assert not any(ignored(f"model.layers.{i}.norm.weight") for i in range(4))
+    assert all(ignored(f"model.layers.{i}.norm.weight") for i in quiet)
+    assert ignored("mtp.layers.7.norm.weight")
+    assert caplog.records == []
+    assert all(ignored(f"model.layers.{i}.norm.weight") for i in loud)
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(
+        f"layers from model.layers.{4 + drafts} on are not read (the checkpoint has model.layers.{loud[0]}.norm.weight)"
+        f": config.json says num_hidden_layers=4 and {drafts} draft layers; correct num_hidden_layers if"
+    )

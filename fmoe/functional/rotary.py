@@ -26,10 +26,26 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.rotary_size < 2 or self.rotary_size % 2:
             raise ValueError(
-                f"rotary_size={self.rotary_size} must be even and at least 2; check head_dim and partial_rotary_factor"
+                f"rotary_size={self.rotary_size} must be even and at least 2; check head_dim and partial_rotary_factor "
+                "(an absent head_dim is hidden_size / num_attention_heads)"
             )
-        if self.factor != 1.0 and self.original_context < 1:
+        for key, value in (("rope_theta", self.theta), ("attention_factor", self.attention_factor)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{key}={value} must be a finite number above 0; check the rope parameters")
+        if self.factor != 1.0:
+            self._check_yarn()
+
+    def _check_yarn(self) -> None:
+        """Refuse what has no logarithm or would divide by zero."""
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"factor={self.factor} of yarn must be a finite number of at least 1")
+        if self.original_context < 1:
             raise ValueError("yarn needs original_max_position_embeddings >= 1 in the rope parameters")
+        if self.theta <= 1:
+            raise ValueError(f"rope_theta={self.theta} must be above 1 with yarn; check the rope parameters")
+        for key, value in (("beta_fast", self.beta_fast), ("beta_slow", self.beta_slow)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{key}={value} of yarn must be a finite number above 0")
 
 
 def rotary_frequencies(config: RopeConfig, /) -> Tensor:

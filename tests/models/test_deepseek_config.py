@@ -153,8 +153,14 @@ def test_each_version_refuses_the_others_routing():
     ("change", "error", "match"),
     [
         ({"rope_scaling": SCALING | {"type": "linear"}}, NotImplementedError, "rope type 'linear' is unknown"),
-        ({"n_routed_experts": None}, ValueError, "n_routed_experts must be an integer >= 0, got None"),
-        ({"num_experts_per_tok": 65, "n_routed_experts": 64}, ValueError, "top_k=65 must be in 1..num_experts=64"),
+        ({"n_routed_experts": None}, ValueError, "n_routed_experts must be an integer >= 1, got None"),
+        (
+            {"num_experts_per_tok": 65, "n_routed_experts": 64},
+            ValueError,
+            "num_experts_per_tok=65 must be in 1..n_routed_experts=64",
+        ),
+        ({"qk_rope_head_dim": 63}, ValueError, "qk_rope_head_dim must be even, got 63"),
+        ({"num_attention_heads": 0}, ValueError, "num_attention_heads must be an integer >= 1, got 0"),
     ],
 )
 def test_values_that_cannot_be(raw, change, error, match):
@@ -163,10 +169,14 @@ def test_values_that_cannot_be(raw, change, error, match):
 
 
 def test_groups_that_cannot_be():
-    with pytest.raises(ValueError, match="n_group must be an integer >= 0, got None"):
+    with pytest.raises(ValueError, match="n_group must be an integer >= 1, got None"):
         deepseek_v3.parse_config(V3 | {"n_group": None})
-    with pytest.raises(ValueError, match="n_group=7 must divide num_experts=160"):
+    with pytest.raises(ValueError, match="n_group=7 must divide n_routed_experts=160"):
         deepseek_v2.parse_config(V2 | {"n_group": 7})
+    with pytest.raises(
+        ValueError, match=r"topk_group=1 of n_group=80 .* 2 of n_routed_experts=160, fewer than num_exp"
+    ):
+        deepseek_v2.parse_config(V2 | {"n_group": 80, "topk_group": 1})
     with pytest.raises(ValueError, match="n_group=256 leaves 1 expert per group"):
         deepseek_v3.parse_config(V3 | {"n_group": 256, "topk_group": 8})
 

@@ -182,10 +182,10 @@ def test_values_not_implemented_are_refused_by_name(change, match):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"sliding_window": 0}, "sliding_window must be at least 1 where layers slide, got 0"),
-        ({"num_local_experts": None}, "num_experts must be an integer >= 0, got None"),
+        ({"sliding_window": 0}, "sliding_window must be an integer >= 1, got 0"),
+        ({"num_local_experts": None}, "num_local_experts must be an integer >= 1, got None"),
         ({"num_experts": 9}, "num_experts=9 and num_local_experts=8 must be equal"),
-        ({"num_experts_per_tok": 9}, "top_k=9 must be in 1..num_experts=8"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be in 1..num_local_experts=8"),
     ],
 )
 def test_values_that_cannot_be(change, match):

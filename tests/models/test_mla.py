@@ -189,10 +189,15 @@ def test_latent_config():
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"q_lora_rank": 0}, ValueError, "q_lora_rank=0 must be at least 1; check config.json"),
-        ({"kv_lora_rank": 0}, ValueError, "kv_lora_rank=0 must be at least 1"),
-        ({"num_attention_heads": 0}, ValueError, "num_attention_heads=0 must be at least 1"),
-        ({"v_head_dim": None}, ValueError, "v_head_dim must be an integer >= 0, got None"),
+        ({"q_lora_rank": 0}, ValueError, "q_lora_rank must be an integer >= 1, got 0"),
+        ({"kv_lora_rank": 0}, ValueError, "kv_lora_rank must be an integer >= 1, got 0"),
+        ({"num_attention_heads": 0}, ValueError, "num_attention_heads must be an integer >= 1, got 0"),
+        (
+            {"num_attention_heads": 0, "num_key_value_heads": 3},
+            ValueError,
+            "num_attention_heads must be an integer >= ",
+        ),
+        ({"v_head_dim": None}, ValueError, "v_head_dim must be an integer >= 1, got None"),
         ({"attention_bias": True}, NotImplementedError, "attention_bias=True is not implemented; implemented: False"),
         ({"num_key_value_heads": 1}, NotImplementedError, "num_key_value_heads=1 is not implemented; implemented: 3"),
         (

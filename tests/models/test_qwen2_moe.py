@@ -249,9 +249,13 @@ def test_absent_keys_take_the_familys_defaults():
         ),
         ({"layer_types": [F] * 3}, ValueError, "layer_types must list num_hidden_layers=24 kinds, got"),
         ({"layer_types": [F, S] * 12}, ValueError, "layer_types has sliding_attention, but use_sliding_window is not"),
-        ({"use_sliding_window": True, "sliding_window": 0}, ValueError, "sliding_window must be at least 1 where"),
-        ({"decoder_sparse_step": 0}, ValueError, "decoder_sparse_step must be at least 1, got 0"),
-        ({"num_experts_per_tok": 61}, ValueError, "top_k=61 must be in 1..num_experts=60"),
+        (
+            {"use_sliding_window": True, "sliding_window": 0},
+            ValueError,
+            "sliding_window must be an integer >= 1, got 0",
+        ),
+        ({"decoder_sparse_step": 0}, ValueError, "decoder_sparse_step must be an integer >= 1, got 0"),
+        ({"num_experts_per_tok": 61}, ValueError, "num_experts_per_tok=61 must be in 1..num_experts=60"),
     ],
 )
 def test_values_that_cannot_be(change, error, match):

@@ -234,7 +234,7 @@ def test_without_sparse_layers(experts, make_reference):
         ({"num_local_experts": 64}, ValueError, "num_experts=128 and num_local_experts=64 must be equal"),
         ({"attention_bias": 1}, ValueError, "attention_bias must be true or false, got 1"),
         ({"mlp_only_layers": "3"}, ValueError, "mlp_only_layers must be a list of integers, got '3'"),
-        ({"num_experts_per_tok": 129}, ValueError, "top_k=129 must be in 1..num_experts=128"),
+        ({"num_experts_per_tok": 129}, ValueError, "num_experts_per_tok=129 must be in 1..num_experts=128"),
         ({"num_key_value_heads": 5}, ValueError, "num_attention_heads=32 must be a multiple of num_key_value_heads=5"),
     ],
 )
