@@ -1,8 +1,8 @@
 """fmoe runs mixture-of-experts language models with pure functions."""
 
-from .generation import Completion as Completion
-from .generation import StreamedToken as StreamedToken
-from .generation import TokenLogprobs as TokenLogprobs
+from .completion import Completion as Completion
+from .completion import StreamedToken as StreamedToken
+from .completion import TokenLogprobs as TokenLogprobs
 from .generation import generate as generate
 from .generation import logits as logits
 from .generation import score as score
@@ -10,3 +10,5 @@ from .generation import stream as stream
 from .generation import stream_tokens as stream_tokens
 from .model import Model as Model
 from .model import load as load
+from .prompts import decode as decode
+from .prompts import encode as encode

@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial, wraps
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import torch
 
 from .checkpoint import read_config
-from .generation import BATCH_SIZE, StreamedToken, generate, stream_tokens
+from .completion import StreamedToken
+from .generation import BATCH_SIZE, generate, stream_tokens
 from .info import describe
-from .model import Compile, Model, load, resolve_folder
+from .inputs import check_input, check_utf8, read_prompts, read_text
+from .model import Compile, Model, find_folder, load
 from .options import Defaults, resolve_options
 from .report import format_info
 from .text import load_text
@@ -43,6 +45,11 @@ def _remember(context: click.Context, parameter: click.Parameter, value: bool) -
     """Note a switch that may stand before or behind the command's name."""
     if value:
         context.meta[f"fmoe.{parameter.name}"] = True
+
+
+def _set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
+    if value is not None:
+        torch.set_num_threads(value)
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -81,6 +88,16 @@ loading = _options(
         help="auto compiles on a GPU and for long work.",
     ),
 )
+running = _options(
+    click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        expose_value=False,
+        callback=_set_threads,
+        help="CPU threads; on a busy machine, or with a small model, 1 is often fastest.  [default: torch's choice]",
+    ),
+)
 sampling = _options(
     click.option("--max-new-tokens", type=int, default=128, show_default=True, help="At most this many tokens."),
     click.option("--temperature", type=float, help=f"0 is greedy. {OWN}"),
@@ -100,6 +117,8 @@ def command(function: Command) -> Command:
     @wraps(function)
     def run(**options: Any) -> None:
         meta = click.get_current_context().meta
+        if sys.stdout is None:  # Python's own sign of a descriptor that is closed
+            raise click.ClickException("standard output is closed; send it to a file or to /dev/null")
         with _logged(quiet := bool(meta.get("fmoe.quiet"))), _reported(debug=bool(meta.get("fmoe.debug"))):
             function(quiet=quiet, **options)
 
@@ -167,14 +186,14 @@ class _Meter:
         count = len(self.times)
         first, rest = self.times[0] - self.start, self.times[-1] - self.times[0]
         speed = f", {(count - 1) / rest:.1f} tokens/s" if rest > 0 else ""
-        tokens = f"{count} token{'s' if count > 1 else ''}"
-        return f"{tokens}{speed}, first token after {first:.2f} s, {ENDINGS[self.finish_reason]}"
+        return f"{_count(count, 'token')}{speed}, first token after {first:.2f} s, {ENDINGS[self.finish_reason]}"
 
 
 @main.command("generate")
 @click.argument("prompt", required=False)
 @click.option("--prompts-file", metavar="FILE", help="One prompt per line, all run in batches; - is standard input.")
 @loading
+@running
 @sampling
 @click.option("--logprobs", type=int, metavar="N", help="With --json: each token's log-probability and the N largest.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per completion and line.")
@@ -199,17 +218,22 @@ def generate_command(
 ) -> None:
     """Continue PROMPT and stream the text; a PROMPT of - is read from standard input."""
     if (prompt is None) == (prompts_file is None):
-        raise click.UsageError("give one of PROMPT and --prompts-file")
+        raise click.UsageError("give one of PROMPT and --prompts-file; a PROMPT of - is read from standard input")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json, there is no room for them in the text")
     if prompts_file is not None:
-        prompts = _read_prompts(prompts_file)
+        prompts = read_prompts(prompts_file)
     else:
-        prompts = [_read_text("-").removesuffix("\n") if prompt == "-" else str(prompt)]
+        prompts = [read_text("-").removesuffix("\n") if prompt == "-" else str(prompt)]
+        check_utf8("the prompt", prompts[0])
+        if not prompts[0]:
+            raise ValueError("the prompt is empty; write the beginning of a text")
     _check_options(logprobs=logprobs, **options)
     model = _load(path, quiet, device=device, dtype=dtype, shared_experts=shared_experts, compile=compile)
     if prompts_file is None and not as_json:
-        _stream_text(model, prompts[0], quiet, **options)
+        if not quiet and sys.stdout.isatty() and sys.stderr.isatty():
+            click.secho(prompts[0], dim=True, err=True, nl=False)  # a text reads better from its beginning
+        _stream_text(model, prompts[0], **options)
         return
     start = time.perf_counter()
     done = generate(model, prompts, logprobs=logprobs, batch_size=batch_size, progress=_progress(quiet), **options)
@@ -220,11 +244,17 @@ def generate_command(
         else:
             click.echo(f"--- {i + 1} of {len(done)}: {prompts[i]!r}\n{completion.text}\n")
     tokens = sum(len(completion.token_ids) for completion in done)
-    LOG.info("%d tokens of %d prompts, %.1f tokens/s", tokens, len(done), tokens / seconds)
+    LOG.info("%s of %s, %.1f tokens/s", _count(tokens, "token"), _count(len(done), "prompt"), tokens / seconds)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _check_options(*, logprobs: int | None = None, **options: Any) -> None:
     """Refuse what no model could take, before one is loaded."""
+    for text in options["stop"]:
+        check_utf8("--stop", text)
     resolve_options(Defaults(), vocab_size=sys.maxsize, logprobs=logprobs, **options)
 
 
@@ -241,7 +271,7 @@ def _load(path: str, quiet: bool, **options: Any) -> Model:
     return model
 
 
-def _stream_text(model: Model, prompt: Any, quiet: bool, **options: Any) -> None:
+def _stream_text(model: Model, prompt: Any, **options: Any) -> None:
     """Print a continuation piece by piece; the last line is ended whatever happens."""
     meter = _Meter()
     tokens = stream_tokens(model, prompt, **options)
@@ -255,30 +285,9 @@ def _stream_text(model: Model, prompt: Any, quiet: bool, **options: Any) -> None
     LOG.info(meter.summary())
 
 
-def _read_text(file: str) -> str:
-    """Read UTF-8 from a file, or from standard input where its name is "-"."""
-    data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        name = "standard input" if file == "-" else file
-        raise ValueError(f"{name} is not UTF-8 at byte {error.start}; convert it") from error
-
-
-def _read_prompts(file: str) -> list[str]:
-    """Read one prompt per line; empty lines at the end are none."""
-    lines = _read_text(file).rstrip("\n").split("\n")
-    name = "standard input" if file == "-" else file
-    if lines == [""]:
-        raise ValueError(f"{name} holds no prompt; write one per line")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            raise ValueError(f"line {number} of {name} is empty; write one prompt per line")
-    return lines
-
-
 @main.command("chat")
 @loading
+@running
 @click.option("--system", metavar="TEXT", help="A first message that says how to answer.")
 @sampling
 @switches
@@ -294,7 +303,9 @@ def chat_command(
     **options: Any,
 ) -> None:
     """Talk with a model: lines from standard input, its replies on standard output."""
-    folder = resolve_folder(path)
+    check_input()
+    check_utf8("--system", system or "")
+    folder = find_folder(path)
     read_config(folder)  # says what is wrong with a folder that is no checkpoint
     text = load_text(folder)
     if text is None or text.chat_template is None:

@@ -27,6 +27,7 @@ from .model import Model
 from .options import Options
 
 PREFILL_CHUNK = 2048
+SCORE_CHUNK = 512  # positions whose logits are in memory at once
 
 
 class Token(NamedTuple):
@@ -170,10 +171,10 @@ def explain_nan(model: Model, ids: Sequence[int], steps: Steps, /, *, chunk: int
     for start in range(0, len(ids), chunk):
         end = min(start + chunk, len(ids))
         where, x_1TD, state = _run_watched(model, tokens_1T[:, start:end], state, visible=end)
+        if where is None and not _is_finite_head(model, x_1TD[0]):
+            where = "the final norm and head"
         if where is not None:
             break
-    if where is None and not _is_finite(compute_head(model, model.eager, x_1TD[:, -1])):
-        where = "the final norm and head"
     if where is not None:
         return f"the logits hold NaN or infinity, which first shows in {where}; check its weights or load in float32"
     if steps.compiled:
@@ -202,6 +203,10 @@ def _run_watched(model: Model, tokens_BT: Tensor, state: State, /, *, visible: i
     slots = visible_slots(visible)
     x_BTD, state = forward(tokens_BT, model.params, state, model.config.decoder, layers, slots=slots)
     return (found[0] if found else None), x_BTD, state
+
+
+def _is_finite_head(model: Model, x_TD: Tensor) -> bool:
+    return all(_is_finite(compute_head(model, model.eager, part_TD)) for part_TD in x_TD.split(SCORE_CHUNK))
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -2,105 +2,24 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .decoding import Token, compute_head, decode_batch, new_state, run
-from .model import Model, choose_steps
+from fmoe.compile.step import Steps
+
+from .ambient import check_model, undisturbed
+from .completion import Completion, Row, StreamedToken, shown_logprobs
+from .decoding import PREFILL_CHUNK, SCORE_CHUNK, compute_head, decode_batch, explain_nan, new_state, run
+from .model import Model, check_progress, choose_steps
 from .options import Options, is_integer, resolve_options
-from .prompts import Message, Prompt, check_ids, encode_prompt, split_prompts
-from .streaming import StreamDecoder
+from .prompts import Prompt, encode_prompt, split_prompts, stack_ids
 
 BATCH_SIZE = 16
-SCORE_CHUNK = 512  # positions whose logits are in memory at once
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one generated token: its own, and the most probable tokens as (id, log-probability)."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What one prompt gave.
-
-    token_ids are all generated tokens, the end-of-sequence token or the tokens of a stop string included; text has
-    neither, and is None without a tokenizer. finish_reason is "stop" (a stop string), "length" or "eos".
-    """
-
-    text: str | None
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    prompt_token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedToken:
-    """One generated token as it comes.
-
-    text is what became safe to show with it, of this token or of earlier ones, and often ""; without a tokenizer it
-    always is. finish_reason is None until the last token, and there what ``Completion`` says; logprobs is None unless
-    asked for.
-    """
-
-    token_id: int
-    text: str
-    finish_reason: str | None
-    logprobs: TokenLogprobs | None
-
-
-class _Row:
-    """One sequence while it is generated."""
-
-    def __init__(self, model: Model, prompt_ids: list[int], options: Options) -> None:
-        self.prompt_ids = prompt_ids
-        self.options = options
-        self.tokens: list[Token] = []
-        self.pieces: list[str] = []
-        self.finish_reason: str | None = None
-        self.decoder = StreamDecoder(model.text, options.stop) if model.text is not None else None
-
-    def push(self, token: Token) -> str:
-        """Take the next token; return the text that is now safe to show."""
-        self.tokens.append(token)
-        piece = ""
-        if token.id in self.options.eos_ids:
-            self.finish_reason = "eos"
-        elif self.decoder is not None:
-            piece = self.decoder.push(token.id)
-            if self.decoder.stopped:
-                self.finish_reason = "stop"
-        if self.finish_reason is None and len(self.tokens) == self.options.max_new_tokens:
-            self.finish_reason = "length"
-        if self.finish_reason is not None and self.decoder is not None:
-            piece += self.decoder.finish()
-            if self.decoder.stopped and self.finish_reason == "length":
-                self.finish_reason = "stop"
-        self.pieces.append(piece)
-        return piece
-
-    def completion(self) -> Completion:
-        """Give the result of a finished row."""
-        assert self.finish_reason is not None
-        logprobs = None
-        if self.options.logprobs is not None:
-            logprobs = tuple(found for token in self.tokens if (found := _token_logprobs(token)) is not None)
-        return Completion(
-            text=None if self.decoder is None else "".join(self.pieces),
-            token_ids=tuple(token.id for token in self.tokens),
-            finish_reason=self.finish_reason,
-            prompt_token_ids=tuple(self.prompt_ids),
-            logprobs=logprobs,
-        )
 
 
 def generate(
@@ -146,9 +65,9 @@ def generate(
         ValueError: a prompt or an argument cannot be used; nothing was generated.
         RuntimeError: the model's logits held NaN or infinity; the message names the layer.
     """
-    options = resolve_options(
-        model.defaults,
-        vocab_size=model.config.decoder.vocab_size,
+    check_model(model, "generate")
+    options = _resolve(
+        model,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -162,44 +81,59 @@ def generate(
     )
     if not is_integer(batch_size) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r} must be an int >= 1")
-    _check_stop(model, options)
+    check_progress(progress)
     encoded = [
         encode_prompt(model, prompt, max_new_tokens=max_new_tokens, name=f"prompt {i}")
         for i, prompt in enumerate(split_prompts(prompts))
     ]
-    rows = [_Row(model, ids, options) for ids in encoded]
-    steps = choose_steps(model, sum(map(len, encoded)) + max_new_tokens * len(rows))
-    disable = None if progress is None else not progress
-    with (
-        torch.inference_mode(),
-        tqdm(
-            total=max_new_tokens * len(rows),
-            desc="generating",
-            unit="tok",
-            delay=0.0 if progress else 2.0,
-            file=sys.stderr,
-            disable=disable,
-        ) as bar,
-    ):
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start : start + batch_size]
-            turns = decode_batch(
-                model,
-                steps,
-                [row.prompt_ids for row in batch],
-                options,
-                first_row=start,
-                is_active=partial(_is_unfinished, batch),
-            )
-            for tokens in turns:
-                active = [(row, token) for row, token in zip(batch, tokens, strict=True) if row.finish_reason is None]
-                for row, token in active:
-                    row.push(token)
-                    skipped = max_new_tokens - len(row.tokens) if row.finish_reason else 0
-                    bar.update(1 + skipped)
-                if all(row.finish_reason for row in batch):
-                    break
+    rows = [Row(model, ids, options) for ids in encoded]
+    _run_rows(model, rows, options, batch_size=batch_size, progress=progress)
     return [row.completion() for row in rows]
+
+
+def _resolve(model: Model, *, ignore_eos: bool, **options: Any) -> Options:
+    """Put arguments over the model's defaults and check them."""
+    if not isinstance(ignore_eos, bool):
+        raise ValueError(f"ignore_eos={ignore_eos!r} must be True or False")
+    resolved = resolve_options(
+        model.defaults, vocab_size=model.config.decoder.vocab_size, ignore_eos=ignore_eos, **options
+    )
+    if resolved.stop and model.text is None:
+        raise ValueError(f"stop={list(resolved.stop)} needs text, but {model.folder} has no tokenizer.json; drop it")
+    return resolved
+
+
+def _run_rows(model: Model, rows: Sequence[Row], options: Options, *, batch_size: int, progress: bool | None) -> None:
+    """Finish every row, batch by batch, with a bar of tokens."""
+    steps = choose_steps(model, sum(len(row.prompt_ids) + options.max_new_tokens for row in rows))
+    bar = tqdm(
+        total=options.max_new_tokens * len(rows),
+        desc="generating",
+        unit="tok",
+        delay=0.0 if progress else 2.0,
+        file=sys.stderr,
+        disable=None if progress is None else not progress,
+    )
+    with undisturbed(model), bar:
+        for start in range(0, len(rows), batch_size):
+            for count in _run_batch(model, steps, rows[start : start + batch_size], options, first_row=start):
+                bar.update(count)
+
+
+def _run_batch(model: Model, steps: Steps, batch: Sequence[Row], options: Options, *, first_row: int) -> Iterator[int]:
+    """Finish the rows of one batch; give the number of tokens done after each, those that a row will not need too."""
+    prompts, is_active = [row.prompt_ids for row in batch], partial(_is_unfinished, batch)
+    for tokens in decode_batch(model, steps, prompts, options, first_row=first_row, is_active=is_active):
+        active = [(row, token) for row, token in zip(batch, tokens, strict=True) if row.finish_reason is None]
+        for row, token in active:
+            row.push(token)
+            yield 1 + (options.max_new_tokens - len(row.tokens) if row.finish_reason else 0)
+        if all(row.finish_reason for row in batch):
+            return
+
+
+def _is_unfinished(rows: Sequence[Row], row: int) -> bool:
+    return rows[row].finish_reason is None
 
 
 def stream(
@@ -221,6 +155,7 @@ def stream(
     Arguments and errors are those of ``generate``; they are checked by this call, before the first piece is asked
     for. Never half a character, never the beginning of a stop string, never "".
     """
+    check_model(model, "stream")
     if model.text is None:
         raise ValueError(
             f"{model.folder} has no tokenizer.json, so there is no text to stream; "
@@ -262,9 +197,9 @@ def stream_tokens(
     Arguments and errors are those of ``generate``; they are checked by this call, before the first token is asked
     for. Without a tokenizer the texts are "".
     """
-    options = resolve_options(
-        model.defaults,
-        vocab_size=model.config.decoder.vocab_size,
+    check_model(model, "stream_tokens")
+    options = _resolve(
+        model,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -276,40 +211,28 @@ def stream_tokens(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
-    _check_stop(model, options)
-    row = _Row(model, encode_prompt(model, prompt, max_new_tokens=max_new_tokens), options)
+    row = Row(model, encode_prompt(model, prompt, max_new_tokens=max_new_tokens), options)
     return _stream_row(model, row, options)
 
 
-def _stream_row(model: Model, row: _Row, options: Options) -> Iterator[StreamedToken]:
+def _stream_row(model: Model, row: Row, options: Options) -> Iterator[StreamedToken]:
     steps = choose_steps(model, len(row.prompt_ids) + options.max_new_tokens)
     turns = decode_batch(model, steps, [row.prompt_ids], options)
     while row.finish_reason is None:
-        with torch.inference_mode():
+        with undisturbed(model):
             [token] = next(turns)
         text = row.push(token)
-        yield StreamedToken(token.id, text, row.finish_reason, _token_logprobs(token))
+        yield StreamedToken(token.id, text, row.finish_reason, shown_logprobs(token))
 
 
-def _token_logprobs(token: Token) -> TokenLogprobs | None:
-    return None if token.logprob is None else TokenLogprobs(token.logprob, token.top)
-
-
-def _is_unfinished(rows: Sequence[_Row], row: int) -> bool:
-    return rows[row].finish_reason is None
-
-
-def _check_stop(model: Model, options: Options) -> None:
-    if options.stop and model.text is None:
-        raise ValueError(f"stop={list(options.stop)} needs text, but {model.folder} has no tokenizer.json; drop it")
-
-
-def logits(model: Model, token_ids: Tensor, /) -> Tensor:
+def logits(model: Model, token_ids: Tensor | np.ndarray[Any, Any] | Sequence[Sequence[int]], /) -> Tensor:
     """Compute next-token logits at every position in one pass, without a cache to keep.
+
+    What the model gives is returned as it is, NaN and infinity too, where ``generate`` and ``score`` raise.
 
     Args:
         model: from ``fmoe.load``.
-        token_ids: integer [B, T], rows of one length.
+        token_ids: integer [B, T], rows of one length; a tensor, an array or lists.
 
     Returns:
         float32 [B, T, V].
@@ -317,52 +240,59 @@ def logits(model: Model, token_ids: Tensor, /) -> Tensor:
     Raises:
         ValueError: another shape or dtype, ids out of range, or T past the model's context.
     """
+    check_model(model, "logits")
     config = model.config.decoder
-    if not isinstance(token_ids, Tensor) or token_ids.dim() != 2 or token_ids.dtype not in INTEGERS:
-        got = f"{tuple(token_ids.shape)} {token_ids.dtype}" if isinstance(token_ids, Tensor) else type(token_ids)
-        raise ValueError(f"token_ids must be an integer tensor [B, T], got {got}")
-    batch, tokens = token_ids.shape
+    ids_BT = stack_ids(token_ids, config.vocab_size)
+    batch, tokens = ids_BT.shape
     if tokens > config.max_context:
         raise ValueError(f"token_ids has {tokens} positions; the model's context is {config.max_context}")
     if batch == 0 or tokens == 0:
-        return torch.empty(batch, tokens, config.vocab_size, device=model.device)
-    check_ids(token_ids.flatten().tolist(), config.vocab_size, "token_ids")
+        return torch.empty(batch, tokens, config.vocab_size, dtype=torch.float32, device=model.device)
     steps = choose_steps(model, batch * tokens)
-    with torch.inference_mode():
+    with undisturbed(model):
         state = new_state(model, batch, tokens)
-        x_BTD, _ = run(model, steps, token_ids.to(model.device).long(), state, visible=tokens)
+        x_BTD, _ = run(model, steps, ids_BT.to(model.device).long(), state, visible=tokens)
         flat_TV = compute_head(model, steps, x_BTD.flatten(0, 1))
     return flat_TV.view(batch, tokens, -1).clone()
 
 
-def score(model: Model, texts: Sequence[str | Sequence[int] | Sequence[Message]], /) -> list[float]:
+def score(model: Model, texts: Prompt | Iterable[Prompt], /) -> list[float]:
     """Compute the mean negative log-likelihood per token of each text, in nats; the first token is not predicted.
 
     Args:
         model: from ``fmoe.load``.
-        texts: strings or lists of token ids, two tokens at least each.
+        texts: whatever ``generate`` takes as prompts, two tokens at least each; one alone is a list of one.
 
     Raises:
         ValueError: a text cannot be used, or has a single token.
+        RuntimeError: the model's logits held NaN or infinity; the message names the layer.
     """
-    if isinstance(texts, str):
-        raise ValueError("texts must be a list of texts, got one string; put it in a list")
-    encoded = [encode_prompt(model, text, max_new_tokens=0, name=f"text {i}") for i, text in enumerate(texts)]
+    check_model(model, "score")
+    encoded = [
+        encode_prompt(model, text, max_new_tokens=0, name=f"text {i}")
+        for i, text in enumerate(split_prompts(texts, name="texts"))
+    ]
     for i, ids in enumerate(encoded):
         if len(ids) < 2:
             raise ValueError(f"text {i} has {len(ids)} token; a score needs two at least, one to predict")
     steps = choose_steps(model, sum(map(len, encoded)))
-    return [_score_row(model, steps, ids) for ids in encoded]
+    with undisturbed(model):
+        return [_score_row(model, steps, ids) for ids in encoded]
 
 
-@torch.inference_mode()
-def _score_row(model: Model, steps, ids: list[int]) -> float:  # type: ignore[no-untyped-def]
+def _score_row(model: Model, steps: Steps, ids: Sequence[int]) -> float:
     state = new_state(model, 1, len(ids))
     tokens_1T = torch.tensor([ids], dtype=torch.int64, device=model.device)
     total = torch.zeros((), dtype=torch.float64, device=model.device)
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         end = min(start + SCORE_CHUNK, len(ids) - 1)
         x_1TD, state = run(model, steps, tokens_1T[:, start:end], state, visible=end)
-        logprobs_TV = compute_head(model, steps, x_1TD[0]).log_softmax(-1)
+        logits_TV = compute_head(model, steps, x_1TD[0])
+        # NaN and infinity of any logit show in its sum, and make the total NaN
+        broken = ~logits_TV.sum(dtype=torch.float64).isfinite()
+        logprobs_TV = logits_TV.log_softmax(-1)
         total -= logprobs_TV.gather(1, tokens_1T[0, start + 1 : end + 1, None]).sum(dtype=torch.float64)
+        total = total.masked_fill(broken, torch.nan)
+    if not total.isfinite():
+        raise RuntimeError(explain_nan(model, ids[:-1], steps, chunk=PREFILL_CHUNK))
     return float(total) / (len(ids) - 1)

@@ -1,7 +1,7 @@
 """What a checkpoint folder would be once loaded: layers, parameters, memory, and what runs here. No weight is read."""
 
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -11,19 +11,21 @@ import torch
 
 from fmoe.compile.select import choose
 from fmoe.compile.step import cache_slots
+from fmoe.functional.cache import DeltaCache
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.mlp import MLPParams
 from fmoe.functional.moe import MoEParams, SharedExperts, SharedPlan
 from fmoe.functional.routing import RouterConfig
 
 from .architectures import Architecture, FamilyConfig, Params, find_architecture, ignored_tensors
-from .checkpoint import INDEX, config_dtype, open_checkpoint, read_config, stored_dtype
+from .checkpoint import INDEX, check_quantization, config_dtype, open_checkpoint, read_config, stored_dtype
 from .loading import check_params, count_params, make_meta_params, named_tensors
-from .model import CPU_COMPILE_TOKENS, Compile, resolve_folder, text_config
+from .model import CPU_COMPILE_TOKENS, Compile, find_folder, text_config
 from .placing import available_bytes, resolve_device, resolve_dtype
 
 USUAL_TOKENS = 4096
 PARTS = ("embedding", "head", "mixers", "dense MLPs", "routers", "routed experts", "shared experts", "norms")
+META = torch.device("meta")
 ROUTER_FIELDS = ("w_router_ED", "bias_E")
 
 T = TypeVar("T")
@@ -56,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """What one sequence of ``tokens`` positions keeps between steps."""
+    """What is allocated for one sequence of ``tokens`` positions, between steps."""
 
     tokens: int
     kv_bytes: int  # caches, whose size depends on the number of tokens
@@ -70,7 +72,7 @@ class Machine:
     device: str
     dtype: str
     kernels: dict[str, str]
-    compiled_kernels: dict[str, str]
+    compiled_kernels: dict[str, str]  # as kernels, those that the family uses
     compile: str
     tokens: int  # length of the one sequence that needed_bytes counts
     needed_bytes: int  # parameters and that sequence's state
@@ -101,6 +103,7 @@ class ModelInfo:
     active_inner: int
     bytes: int
     parts: tuple[Part, ...]
+    token_bytes: int  # what the caches of one sequence grow by with one more token
     state: tuple[StateMemory, ...]
     machine: Machine
 
@@ -119,13 +122,14 @@ def describe(
     Weights that do not fit the config are no error here; ``weights`` says what is wrong with them. Every other error
     is as in ``fmoe.load``.
     """
-    folder = resolve_folder(path)
+    folder = find_folder(path)
     raw = read_config(folder)
     architecture = find_architecture(raw)
     config = architecture.parse_config(text_config(raw), shared_experts=shared_experts)
     weights, target = _find_weights(folder, architecture, config, raw), resolve_device(device)
     params, resolved = _plan_params(architecture, config, weights, dtype, target)
-    parts, state = _split_parts(params, config), _measure_state(architecture, config, resolved)
+    parts, (token_bytes, state) = _split_parts(params, config), _measure_state(architecture, config, resolved)
+    used = _find_used_kernels(params, architecture.init_state(config, 1, 64, dtype=resolved, device=META).caches)
     size = sum(part.bytes for part in parts)
     return ModelInfo(
         folder=str(folder),
@@ -142,8 +146,9 @@ def describe(
         active_inner=sum(part.active for part in parts if part.name not in ("embedding", "head")),
         bytes=size,
         parts=parts,
+        token_bytes=token_bytes,
         state=state,
-        machine=_describe_machine(target, resolved, compile, size, state),
+        machine=_describe_machine(target, resolved, compile, size, state, used),
     )
 
 
@@ -163,6 +168,10 @@ def _find_weights(folder: Path, architecture: Architecture, config: FamilyConfig
     names: Container[str] = frozenset()
     if not (folder / INDEX).exists() and not any(folder.glob("*.safetensors")):
         note = "none in the folder" + ("" if named else "; config.json names no dtype, bfloat16 is assumed")
+        try:
+            check_quantization(raw)
+        except (ValueError, NotImplementedError) as error:
+            note += f"; those of this config.json cannot be loaded: {error}"
         return _Weights(note, named or torch.bfloat16, names)
     try:
         checkpoint = open_checkpoint(folder)
@@ -269,35 +278,56 @@ def _split_rows(field: str, tensor: torch.Tensor, router: RouterConfig) -> Itera
         yield "shared experts", tensor, shared, shared
 
 
-def _measure_state(architecture: Architecture, config: FamilyConfig, dtype: torch.dtype) -> tuple[StateMemory, ...]:
-    """Measure one sequence's caches at 1 token, at the usual length and at the whole context."""
+def _measure_state(
+    architecture: Architecture, config: FamilyConfig, dtype: torch.dtype
+) -> tuple[int, tuple[StateMemory, ...]]:
+    """Measure what one more token costs, and one sequence's caches at the usual length and at the whole context."""
     limit = config.decoder.max_context
 
     def measure(slots: int) -> list[int]:
-        state = architecture.init_state(config, 1, slots, dtype=dtype, device=torch.device("meta"))
+        state = architecture.init_state(config, 1, slots, dtype=dtype, device=META)
         return [tensor.nbytes for _, tensor in named_tensors(state.caches)]
 
-    grows = [small != large for small, large in zip(measure(64), measure(2 * cache_slots(limit)), strict=True)]
+    small, large = measure(64), measure(64 + 64)
+    grows = [before != after for before, after in zip(small, large, strict=True)]
     found = []
-    for tokens in sorted({1, min(USUAL_TOKENS, limit), limit}):
+    for tokens in sorted({min(USUAL_TOKENS, limit), limit}):
         sizes = measure(cache_slots(tokens))
         kv = sum(size for size, grown in zip(sizes, grows, strict=True) if grown)
         found.append(StateMemory(tokens, kv, sum(sizes) - kv))
-    return tuple(found)
+    return (sum(large) - sum(small)) // 64, tuple(found)
+
+
+def _find_used_kernels(params: Params, caches: Iterable[Any]) -> frozenset[str]:
+    """Name the fields of Kernels that a model with these parameters and caches calls."""
+    is_delta = {isinstance(cache, DeltaCache) for cache in caches}
+    used = {"add_norm"}
+    if any(isinstance(layer.mlp, MoEParams) for layer in params.layers):
+        used |= {"route", "compute_experts", "compute_experts_decode"}
+    if True in is_delta:
+        used |= {"delta_prefill", "delta_decode"}
+    if False in is_delta:
+        used |= {"attend_prefill", "attend_decode"}
+    return frozenset(used)
 
 
 def _describe_machine(
-    device: torch.device, dtype: torch.dtype, compile: Compile, size: int, state: tuple[StateMemory, ...]
+    device: torch.device,
+    dtype: torch.dtype,
+    compile: Compile,
+    size: int,
+    state: tuple[StateMemory, ...],
+    used: Container[str],
 ) -> Machine:
-    usual = next(s for s in reversed(state) if s.tokens <= USUAL_TOKENS)
+    usual = state[0]
     needed = size + usual.kv_bytes + usual.recurrent_bytes
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     return Machine(
         device=name,
         dtype=_short(dtype),
-        kernels=_name_kernels(choose(device, compiled=False)),
-        compiled_kernels=_name_kernels(choose(device, compiled=True)),
+        kernels=_name_kernels(choose(device, compiled=False), used),
+        compiled_kernels=_name_kernels(choose(device, compiled=True), used),
         compile=_compile_policy(compile, device),
         tokens=usual.tokens,
         needed_bytes=needed,
@@ -314,8 +344,8 @@ def _compile_policy(compile: Compile, device: torch.device) -> str:
     return f"auto: uncompiled, on a CPU; compiled for work of {CPU_COMPILE_TOKENS:,} tokens and more"
 
 
-def _name_kernels(kernels: Kernels) -> dict[str, str]:
-    chosen = {field.name: getattr(kernels, field.name) for field in fields(kernels)}
+def _name_kernels(kernels: Kernels, used: Container[str]) -> dict[str, str]:
+    chosen = {field.name: getattr(kernels, field.name) for field in fields(kernels) if field.name in used}
     return {name: str(getattr(function, "__name__", function)) for name, function in chosen.items()}
 
 

@@ -2,12 +2,13 @@
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 
@@ -29,6 +30,13 @@ Compile = bool | Literal["auto"]
 # On a CPU, compiling costs a minute or more once and saves about a third of each step after.
 CPU_COMPILE_TOKENS = 30_000
 
+PROCESS = os.getpid()  # where this module was imported; another one was forked
+
+
+def _announce_graphs() -> Callable[[], None]:
+    """Make a function that says once, whatever the number of calls, that graphs are compiled now."""
+    return cache(partial(LOG.info, "compiling graphs (once per process; a minute or more)"))
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Model:
@@ -45,6 +53,20 @@ class Model:
     compile: Compile
     text: Text | None
     defaults: Defaults
+    announce_graphs: Callable[[], None] = field(default_factory=_announce_graphs)
+    process: int = field(default_factory=os.getpid)  # where it was loaded
+
+    def __copy__(self) -> Self:
+        """Give the model itself: nothing in it changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any], /) -> Self:
+        """Give the model itself: nothing in it changes."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: compiled graphs and the tokenizer's threads belong to one process."""
+        raise ValueError(f"a model cannot be pickled; call fmoe.load({str(self.folder)!r}) in each process")
 
     def __repr__(self) -> str:
         """Name the model in one line; its tensors would fill screens."""
@@ -53,8 +75,36 @@ class Model:
 
 
 def resolve_folder(path: str | os.PathLike[str], /) -> Path:
-    """Turn ``"demo"`` into the checkpoint inside the package, anything else into a path."""
+    """Turn ``"demo"`` into the checkpoint inside the package, anything else into a path.
+
+    Raises:
+        ValueError: no path at all.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise ValueError(f"path must be a folder's name, a Path or 'demo', got {path!r}")
     return Path(str(files("fmoe"))) / "demo" if path == "demo" else Path(path).expanduser()
+
+
+def find_folder(path: str | os.PathLike[str], /) -> Path:
+    """Resolve a folder, and say where the name of a published model stands for one that it is not downloaded.
+
+    Raises:
+        ValueError: no path at all.
+        FileNotFoundError: there is no such folder, and ``path`` reads like org/name.
+    """
+    folder = resolve_folder(path)
+    if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", name := os.fspath(path)) and not folder.exists():
+        raise FileNotFoundError(
+            f"no folder {folder}; fmoe does not download: run, e.g., hf download {name} --local-dir FOLDER "
+            "and load that FOLDER"
+        )
+    return folder
+
+
+def check_progress(progress: object, /) -> None:
+    """Raise ValueError unless ``progress`` is what load and generate take."""
+    if progress is not None and not isinstance(progress, bool):
+        raise ValueError(f"progress={progress!r} must be True, False or None")
 
 
 def text_config(raw: Mapping[str, Any], /) -> Mapping[str, Any]:
@@ -87,9 +137,15 @@ def load(
         ValueError, NotImplementedError: the checkpoint is not what config.json promises, or not supported.
         FileNotFoundError: a file is missing.
     """
-    if compile not in (True, False, "auto"):
+    if not isinstance(compile, bool) and not (isinstance(compile, str) and compile == "auto"):
         raise ValueError(f"compile={compile!r} must be True, False or 'auto'")
-    folder = resolve_folder(path)
+    check_progress(progress)
+    if os.getpid() != PROCESS and torch.get_num_threads() > 1:
+        LOG.warning(
+            "this process was forked after fmoe was imported; if torch ran on several threads before, it hangs now: "
+            "start workers with 'spawn', or call torch.set_num_threads(1) in each"
+        )
+    folder = find_folder(path)
     checkpoint = open_checkpoint(folder)
     architecture = find_architecture(checkpoint.config)
     raw = text_config(checkpoint.config)
@@ -147,4 +203,6 @@ def choose_steps(model: Model, tokens: int, /) -> Steps:
         compiled = model.device.type != "cpu" or tokens >= CPU_COMPILE_TOKENS
     else:
         compiled = bool(model.compile)
+    if compiled:
+        model.announce_graphs()
     return model.graphs if compiled else model.eager

@@ -16,6 +16,8 @@ logger = logging.getLogger("fmoe")
 
 def resolve_device(requested: str | torch.device) -> torch.device:
     """Return the device to load on; "auto" is the current CUDA (or ROCm) device where there is one, else the CPU."""
+    if not isinstance(requested, str | torch.device):
+        raise ValueError(f"device={requested!r} must be a string or a torch.device; known are auto, cpu, cuda, cuda:N")
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -28,7 +28,7 @@ def format_info(info: ModelInfo, /) -> str:
         f"({format_count(info.active_inner)} without embedding and head)",
         "            active are all but the routed experts not chosen; draft layers are not counted",
         *_format_parts(info),
-        "one sequence keeps",
+        "one sequence allocates",
         *_format_state(info),
         *_format_machine(info.machine),
     ]
@@ -62,10 +62,12 @@ def _format_parts(info: ModelInfo) -> Iterable[str]:
 
 
 def _format_state(info: ModelInfo) -> Iterable[str]:
+    if info.token_bytes:
+        yield f"  {'for one more token':<26} {format_bytes(info.token_bytes)} KV cache"
     for memory in info.state:
-        name = f"at {memory.tokens:,} token{'s' if memory.tokens > 1 else ''}"
-        kv, recurrent = format_bytes(memory.kv_bytes), format_bytes(memory.recurrent_bytes)
-        yield f"  {name:<26} {kv} KV cache + {recurrent} recurrent state"
+        sizes = [(memory.kv_bytes, "KV cache"), (memory.recurrent_bytes, "recurrent state")]
+        parts = [f"{format_bytes(size)} {name}" for size, name in sizes if size]
+        yield f"  {f'at {memory.tokens:,} tokens':<26} {' + '.join(parts)}"
 
 
 def _format_machine(machine: Machine) -> Iterable[str]:
@@ -76,8 +78,15 @@ def _format_machine(machine: Machine) -> Iterable[str]:
     if machine.free_bytes is None:
         yield f"  memory      {needed}; how much is free is unknown"
     else:
-        fits = "fits" if machine.fits else "does not fit"
+        fits = "fits" if machine.fits else f"does not fit; {_advise(machine)}"
         yield f"  memory      {needed}; {format_bytes(machine.free_bytes)} free: {fits}"
+
+
+def _advise(machine: Machine) -> str:
+    """Say what could make a model fit."""
+    elsewhere = "load on the CPU (--device cpu)" if machine.device.startswith("cuda") else "load on another machine"
+    smaller = "load in half the bytes (--dtype bfloat16) or " if machine.dtype == "float32" else ""
+    return f"{smaller}{elsewhere}"
 
 
 def _format_kernels(kernels: Mapping[str, str]) -> str:

@@ -134,6 +134,23 @@ def test_a_prompts_file_prints_its_texts_apart(loaded: fmoe.Model) -> None:
     assert result.stdout == f"--- 1 of 2: 'In the beginning'\n{texts[0]}\n\n--- 2 of 2: 'Blessed'\n{texts[1]}\n\n"
 
 
+def test_one_is_singular(loaded: fmoe.Model) -> None:
+    result = run("generate", "--model", "demo", "--max-new-tokens", "1", "--prompts-file", "-", stdin="a\n")
+    assert result.stderr.startswith("1 token of 1 prompt, ") or "\n1 token of 1 prompt, " in result.stderr
+
+
+def test_threads_reach_torch(loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", seen.append)
+    assert run(*GENERATE, PROMPT).exit_code == 0
+    assert seen == []
+    assert run(*GENERATE, PROMPT, "--threads", "3").exit_code == 0
+    run("chat", "--model", "demo", "--threads", "2")
+    assert seen == [3, 2]
+    for name in ("generate", "chat"):
+        assert "on a busy machine" in " ".join(run(name, "--help").stdout.split())
+
+
 def test_every_option_reaches_generate(loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(cli, "generate", lambda model, prompts, **options: calls.append(options) or [])
@@ -172,7 +189,9 @@ def test_compile_words(loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch, word
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*GENERATE], "give one of PROMPT and --prompts-file"),
+        ([*GENERATE], "give one of PROMPT and --prompts-file; a PROMPT of - is read from standard input"),
+        ([*GENERATE, "a", "--threads", "0"], "0 is not in the range x>=1"),
+        (["info", "--model", "demo", "--threads", "1"], "No such option"),
         ([*GENERATE, "a", "--prompts-file", "b"], "give one of PROMPT and --prompts-file"),
         ([*GENERATE, "a", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "a"], "Missing option '--model'"),
@@ -202,6 +221,12 @@ def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
         ([*GENERATE, "a", "--stop", ""], "stop="),
         ([*GENERATE, "--prompts-file", "absent.txt"], "absent.txt"),
         (["generate", "--model", "nowhere", "a"], "no folder nowhere"),
+        (["generate", "--model", "org/name", "a"], "fmoe does not download"),
+        (["info", "--model", "org/name"], "fmoe does not download"),
+        (["chat", "--model", "org/name"], "fmoe does not download"),
+        ([*GENERATE, "a\udcff"], "the prompt is not UTF-8 at character 1; convert it"),
+        ([*GENERATE, "a", "--stop", "\udcff"], "--stop is not UTF-8 at character 0; convert it"),
+        (["chat", "--model", "demo", "--system", "\udcff"], "--system is not UTF-8 at character 0; convert it"),
         (["info", "--model", "nowhere"], "no folder nowhere"),
         (["chat", "--model", "nowhere"], "no folder nowhere"),
         ([*GENERATE, "a", "--device", "tpu"], "unknown device 'tpu'"),
@@ -238,6 +263,9 @@ def test_bad_options_stop_before_the_model_is_loaded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cli, "load", lambda *a, **k: pytest.fail("loaded"))
     assert "top_p" in run(*GENERATE, "a", "--top-p", "2").stderr
     assert "line 2" in run(*GENERATE, "--prompts-file", "-", stdin="a\n\nb").stderr
+    assert "the prompt is empty; write the beginning of a text" in run(*GENERATE, "").stderr
+    assert "the prompt is empty" in run(*GENERATE, "-", stdin="\n").stderr
+    assert "not UTF-8" in run(*GENERATE, "\udcff").stderr
 
 
 @pytest.mark.parametrize(

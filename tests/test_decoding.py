@@ -253,3 +253,20 @@ def test_infinity_is_an_error_too(demo):
     assert logits.isinf().any() and not logits.isnan().any()
     with pytest.raises(RuntimeError, match="NaN or infinity, which first shows in the final norm and head"):
         decode(replace(demo, params=params), [[3]])
+
+
+def test_infinity_at_an_earlier_position_is_found(demo):
+    """The head's weights are such that the last position's logits, which alone are decoded, just stay finite."""
+    ids = draw_ids(40)
+    largest_T = fmoe.logits(demo, [ids])[0].abs().amax(-1).double()
+    last = int(largest_T[1:].argmin()) + 1
+    scale = torch.finfo(torch.float32).max / (largest_T[:last].max() * largest_T[last]).sqrt()
+    params = demo.params._replace(head_VD=(demo.params.head_VD.double() * scale).float())
+    broken = replace(demo, params=params)
+    finite_T = fmoe.logits(broken, [ids[: last + 1]])[0].isfinite().all(-1)
+    assert finite_T[-1] and not finite_T.all()
+    for chunk in (3, 64):
+        found = explain_nan(broken, ids[: last + 1], broken.eager, chunk=chunk)
+        assert "first shows in the final norm and head" in found
+    with pytest.raises(RuntimeError, match="first shows in the final norm and head"):
+        fmoe.score(broken, ids[: last + 1])

@@ -62,6 +62,14 @@ def test_logits_of_other_integers(demo, dtype):
     assert torch.equal(fmoe.logits(demo, ids.to(dtype)), fmoe.logits(demo, ids))
 
 
+def test_logits_of_lists_and_arrays(demo):
+    expected = fmoe.logits(demo, torch.tensor([IDS, IDS[::-1]]))
+    lists = [IDS, tuple(IDS[::-1])]
+    for ids in (lists, tuple(lists), np.array(lists), np.array(lists, dtype=np.uint16)):
+        assert torch.equal(fmoe.logits(demo, ids), expected)
+    assert fmoe.logits(demo, [[], []]).shape == (2, 0, V)
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)], ids=str)
 def test_logits_of_nothing(demo, shape, nothing_runs):
     assert fmoe.logits(demo, torch.zeros(shape, dtype=torch.int64)).shape == (*shape, V)
@@ -70,11 +78,28 @@ def test_logits_of_nothing(demo, shape, nothing_runs):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.tensor([1, 2]), r"integer tensor \[B, T\], got \(2,\) torch.int64"),
-        (torch.tensor([[1.0]]), r"integer tensor \[B, T\], got \(1, 1\) torch.float32"),
-        (torch.tensor([[True]]), r"integer tensor \[B, T\], got \(1, 1\) torch.bool"),
-        (torch.tensor([[1j]]), r"integer tensor \[B, T\], got \(1, 1\) torch.complex64"),
-        ([[1, 2]], r"integer tensor \[B, T\], got <class 'list'>"),
+        (torch.tensor([1, 2]), r"integer tensor \[B, T\] or rows of integers of one length, got \(2,\) torch.int64"),
+        (
+            torch.tensor([[1.0]]),
+            r"integer tensor \[B, T\] or rows of integers of one length, got \(1, 1\) torch.float32",
+        ),
+        (torch.tensor([[True]]), r"integer tensor \[B, T\] or rows of integers of one length, got \(1, 1\) torch.bool"),
+        (
+            torch.tensor([[1j]]),
+            r"integer tensor \[B, T\] or rows of integers of one length, got \(1, 1\) torch.complex64",
+        ),
+        (np.array([[1.5]]), r"got \(1, 1\) float64"),
+        (np.array([1]), r"got \(1,\) int64"),
+        ([1, 2], r"got list; put a single row in a list"),
+        ([], r"got list; put a single row in a list"),
+        ("In the", r"got str; put"),
+        (None, r"got NoneType; put"),
+        ([[1, 2], [3]], r"got rows of 1 to 2 ids; give them one by one"),
+        ([[1, 2.0]], r"got rows of float"),
+        ([[True]], r"got rows of bool"),
+        ([[[1]]], r"got rows of list"),
+        ([[1, V]], r"token id 4096; ids must be in 0..4095"),
+        ([[2**70]], r"token id 1180591620717411303424; ids must be in 0..4095"),
         (torch.tensor([[1, V]]), r"token id 4096; ids must be in 0..4095 \(vocabulary 4096\)"),
         (torch.tensor([[-1, 1]]), r"token id -1; ids must be in 0..4095"),
         (torch.zeros(1, CONTEXT + 1, dtype=torch.int64), r"4097 positions; the model's context is 4096"),
@@ -106,14 +131,50 @@ def test_score_of_several(demo):
     assert len(fmoe.score(demo, [draw_ids(CONTEXT)])) == 1  # the whole context
 
 
+def test_score_of_one(demo):
+    for one in (GOLDEN["score"]["text"], IDS, torch.tensor(IDS)):
+        assert fmoe.score(demo, one) == fmoe.score(demo, [one])
+    assert fmoe.score(demo, torch.tensor([IDS, IDS])) == fmoe.score(demo, [IDS, IDS])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("field", "where"), [("embed_VD", "the embedding"), ("head_VD", "the final norm and head")])
+def test_score_of_broken_weights(demo, field, where, value):
+    """logits gives what the model gives; the one bad row of the table is that of the first, or of no token."""
+    table = getattr(demo.params, field).clone()
+    table[IDS[0] if field == "embed_VD" else 4000] = value
+    model = replace(demo, params=demo.params._replace(**{field: table}))
+    with pytest.raises(RuntimeError, match=f"the logits hold NaN or infinity, which first shows in {where}"):
+        fmoe.score(model, [IDS])
+    assert not fmoe.logits(model, [IDS]).isfinite().all()
+
+
+def test_score_of_one_logit_that_is_infinite(demo):
+    """Minus infinity at a token that was not asked for leaves the score finite, and is an error all the same."""
+    head_VD = demo.params.head_VD.clone()
+    head_VD[:256] = torch.eye(256)  # the first logits are the normed hidden channels
+    hidden_D = fmoe.logits(replace(demo, params=demo.params._replace(head_VD=head_VD)), [IDS])[0, 0, :256]
+    head_VD = demo.params.head_VD.clone()
+    head_VD[4000] = -3e38 * hidden_D.sign()
+    model = replace(demo, params=demo.params._replace(head_VD=head_VD))
+    assert fmoe.logits(model, [IDS])[0, 0].isinf().nonzero().tolist() == [[4000]]
+    with pytest.raises(RuntimeError, match="first shows in the final norm and head"):
+        fmoe.score(model, [IDS[:2]])
+
+
 def test_score_refuses(demo, nothing_runs):
     for texts, message in [
-        ("In the beginning", "must be a list of texts, got one string; put it in a list"),
+        (None, "texts must be a string, token ids, chat messages or a list of these, got NoneType"),
+        (5, "texts must be .* got int; put them in a list"),
+        ({"a": 1}, "texts must be .* got dict; put a message in a list"),
+        ({"a"}, "texts must be .* got set; put them in a list"),
+        (b"In", "texts must be .* got bytes; decode them"),
+        (torch.tensor(5), r"text 0 must have one dimension of integers, got Tensor of shape \(\)"),
+        ([1, 2, None], "text 0 must be a string, .* got a list of NoneType, int"),
         ([[5]], "text 0 has 1 token; a score needs two at least"),
         (["In the beginning", ""], "text 1 is empty"),
         ([[1, 2], [3, V]], "text 1 has token id 4096"),
         ([draw_ids(CONTEXT + 1)], "text 0 has 4097 tokens, more than the model's context of 4096; shorten it"),
-        ([1, 2, 3], "text 0 must be a string, a list of token ids or a list of chat messages, got int"),
     ]:
         with pytest.raises(ValueError, match=message):
             fmoe.score(demo, texts)
@@ -240,6 +301,8 @@ def test_bad_prompts(demo, prompts, message, nothing_runs):
         ({"stop": ""}, r"stop='' must be a non-empty string or a list of them"),
         ({"stop": ["a", 5]}, r"stop=\['a', 5\] must be"),
         ({"stop": 5}, r"stop=5 must be"),
+        ({"ignore_eos": "no"}, r"ignore_eos='no' must be True or False"),
+        ({"ignore_eos": None}, r"ignore_eos=None must be"),
     ],
     ids=str,
 )
@@ -256,6 +319,8 @@ def test_bad_arguments(demo, options, message, nothing_runs):
         ({"batch_size": 0}, r"batch_size=0 must be an int >= 1"),
         ({"batch_size": 2.0}, r"batch_size=2.0 must be"),
         ({"batch_size": True}, r"batch_size=True must be"),
+        ({"progress": "x"}, r"progress='x' must be True, False or None"),
+        ({"progress": 0}, r"progress=0 must be"),
         ({"logprobs": -1}, r"logprobs=-1 must be None or an int in 0..4096 \(the vocabulary\)"),
         ({"logprobs": V + 1}, r"logprobs=4097 must be"),
         ({"logprobs": True}, r"logprobs=True must be"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -105,18 +106,65 @@ def test_the_80b_from_its_config_alone(tmp_path: Path) -> None:
 
 
 def test_state_of_the_80b_by_hand(tmp_path: Path) -> None:
-    one, usual, full = describe(write(tmp_path, QWEN3_NEXT_80B), device="cpu", dtype="bfloat16").state
-    assert [s.tokens for s in (one, usual, full)] == [1, 4096, 262144]
+    info = describe(write(tmp_path, QWEN3_NEXT_80B), device="cpu", dtype="bfloat16")
+    usual, full = info.state
+    assert [s.tokens for s in (usual, full)] == [4096, 262144]
     per_slot = 12 * 2 * 2 * 256 * 2  # layers, k and v, heads, channels, bytes
     # a cache has a multiple of 64 slots, and 64 more
-    assert [s.kv_bytes for s in (one, usual, full)] == [per_slot * n for n in (128, 4096 + 64, 262144 + 64)]
+    assert [s.kv_bytes for s in (usual, full)] == [per_slot * n for n in (4096 + 64, 262144 + 64)]
+    assert info.token_bytes == per_slot == 24 * 1024
     recurrent = 36 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)
-    assert [s.recurrent_bytes for s in (one, usual, full)] == [recurrent] * 3
+    assert [s.recurrent_bytes for s in (usual, full)] == [recurrent] * 2
+    text = format_info(info)
+    assert re.search("for one more token +24.00 KiB KV cache\n", text)
+    assert re.search("at 262,144 tokens +6.00 GiB KV cache [+] [0-9.]+ MiB recurrent state\n", text)
+    assert "at 1 token" not in text
+
+
+def test_what_a_family_does_not_have_is_left_out(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "vocab_size": 99,
+        "dtype": "float32",
+    }
+    info = describe(write(tmp_path, config), device="cpu")
+    assert info.token_bytes == 2 * 2 * 2 * 16 * 4  # layers, k and v, heads, channels, bytes
+    text = format_info(info)
+    assert "recurrent state" not in text and "delta_" not in text
+    for name in ("route", "compute_experts", "compute_experts_decode", "attend_prefill", "attend_decode", "add_norm"):
+        assert f"{name}=" in text
+    assert "delta_prefill=" in format_info(describe("demo", device="cpu"))
+    dense = describe(write(tmp_path, DEMO_CONFIG, mlp_only_layers=list(range(8))), device="cpu")
+    assert set(dense.machine.kernels) == {
+        "add_norm",
+        "attend_prefill",
+        "attend_decode",
+        "delta_prefill",
+        "delta_decode",
+    }
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq"])
+def test_a_lone_config_of_quantised_weights(tmp_path: Path, method: str) -> None:
+    info = describe(write(tmp_path, DEMO_CONFIG, quantization_config={"quant_method": method}))
+    assert info.weights.startswith("none in the folder; those of this config.json cannot be loaded: config.json has ")
+    assert f"quant_method '{method}'" in info.weights
 
 
 def test_a_context_below_the_usual_length(tmp_path: Path) -> None:
     info = describe(write(tmp_path, DEMO_CONFIG, max_position_embeddings=50), device="cpu")
-    assert [s.tokens for s in info.state] == [1, 50]
+    assert [s.tokens for s in info.state] == [50]
     assert all(s.kv_bytes == 2 * 2 * 2 * 128 * 64 * 4 for s in info.state)  # layers, k and v, heads, slots, ...
     assert info.machine.tokens == 50
 
@@ -220,6 +268,17 @@ def test_memory_that_is_short_or_unknown(
     info = describe("demo", device="cpu")
     assert info.machine.fits is fits
     assert words in format_info(info)
+
+
+def test_what_could_be_done_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fmoe.info.available_bytes", lambda: 1000)
+    info = describe("demo", device="cpu", dtype="float32")
+    advice = "does not fit; load in half the bytes (--dtype bfloat16) or load on another machine"
+    assert advice in format_info(info)
+    half = describe("demo", device="cpu", dtype="bfloat16")
+    assert format_info(half).endswith("does not fit; load on another machine")
+    on_gpu = replace(half, machine=replace(half.machine, device="cuda:0 (a name)"))
+    assert format_info(on_gpu).endswith("does not fit; load on the CPU (--device cpu)")
 
 
 def test_auto_dtype_follows_the_memory(

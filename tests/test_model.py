@@ -1,7 +1,11 @@
 """fmoe/model.py: load() from the outside, and what it refuses before a weight is read."""
 
+import copy
 import json
+import logging
 import os
+import pickle
+import re
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import torch
 import fmoe
 import fmoe.model
 from fmoe.loading import named_tensors
-from fmoe.model import CPU_COMPILE_TOKENS, choose_steps, resolve_folder, text_config
+from fmoe.model import CPU_COMPILE_TOKENS, choose_steps, find_folder, resolve_folder, text_config
 
 DEMO = Path(fmoe.__file__).parent / "demo"
 CONFIG = json.loads((DEMO / "config.json").read_text())
@@ -111,7 +115,7 @@ def test_which_steps_run(demo):
         ("auto", CPU_COMPILE_TOKENS, True),
     ]:
         assert choose_steps(replace(demo, compile=compile), tokens).compiled is compiled
-    gpu = replace(demo, compile="auto", device=torch.device("cuda"))
+    gpu = replace(demo, compile="auto", device=torch.device("cuda"), announce_graphs=lambda: None)
     assert choose_steps(gpu, 1).compiled is True
 
 
@@ -120,6 +124,13 @@ def test_which_steps_run(demo):
     [
         ({"compile": "yes"}, "compile='yes' must be True, False or 'auto'"),
         ({"compile": None}, "compile=None must be"),
+        ({"compile": 1.0}, "compile=1.0 must be"),
+        ({"compile": 1}, "compile=1 must be"),
+        ({"progress": "x"}, "progress='x' must be True, False or None"),
+        ({"progress": 1}, "progress=1 must be"),
+        ({"device": None}, "device=None must be a string or a torch.device; known are auto, cpu, cuda, cuda:N"),
+        ({"device": 1.5}, "device=1.5 must be"),
+        ({"device": []}, r"device=\[\] must be"),
         ({"device": "tpu"}, "unknown device 'tpu'; known are auto, cpu, cuda, cuda:N"),
         ({"device": "meta"}, "unknown device 'meta'"),
         ({"dtype": "float8"}, "unknown dtype 'float8'; known are auto, float32, bfloat16, float16"),
@@ -208,3 +219,54 @@ def test_no_such_folder(tmp_path):
         fmoe.load(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"is empty; expected config.json and \*.safetensors"):
         fmoe.load(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"no folder org/name; fmoe does not download: .* hf download org/name --l"
+    ):
+        fmoe.load("org/name")
+
+
+def test_a_folder_that_reads_like_a_published_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert find_folder("org/name") == Path("org/name")
+    for path in ("a/b/c", "./a/b", str(tmp_path / "nothing"), "x" * 5000 + "/y"):
+        assert find_folder(path) == Path(path)
+
+
+@pytest.mark.parametrize("path", [None, 5, True, b"demo", "", ["demo"]], ids=repr)
+def test_what_is_no_path(path):
+    message = rf"path must be a folder's name, a Path or 'demo', got {re.escape(repr(path))}"
+    with pytest.raises(ValueError, match=message):
+        fmoe.load(path)
+
+
+def test_copies_are_the_model(demo):
+    assert copy.deepcopy(demo) is copy.copy(demo) is demo
+    assert copy.deepcopy([demo])[0] is demo
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_model_cannot_be_pickled(demo, protocol):
+    with pytest.raises(ValueError, match=rf"a model cannot be pickled; call fmoe.load\('{DEMO}'\) in each process"):
+        pickle.dumps(demo, protocol)
+
+
+def test_compiling_is_announced_once(caplog):
+    model = fmoe.load("demo", device="cpu", compile="auto")
+    with caplog.at_level(logging.INFO, "fmoe"):
+        choose_steps(model, CPU_COMPILE_TOKENS - 1)
+        assert caplog.messages == []
+        for tokens in (CPU_COMPILE_TOKENS, 1, CPU_COMPILE_TOKENS):
+            choose_steps(model, tokens)
+        choose_steps(replace(model, compile=True), 1)
+    assert caplog.messages == ["compiling graphs (once per process; a minute or more)"]
+
+
+def test_a_process_that_was_forked_is_warned(monkeypatch, caplog):
+    monkeypatch.setattr(fmoe.model, "PROCESS", -1)
+    fmoe.load("demo", compile=False)
+    assert caplog.messages == []  # one thread does not hang
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    fmoe.load("demo", compile=False)
+    [message] = caplog.messages
+    assert message.startswith("this process was forked after fmoe was imported; if torch ran on several threads")

@@ -1,6 +1,7 @@
 """fmoe/placing.py: devices and dtypes by name and by "auto"; the memory is a stand-in's."""
 
 import logging
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -86,3 +87,11 @@ def test_available_bytes(fake_memory):
     for file in fake_memory.iterdir():
         file.unlink()
     assert available_bytes() is None
+
+
+@pytest.mark.parametrize("requested", [None, 1.5, 0, True, [], b"cpu"], ids=repr)
+def test_a_device_of_another_type(requested):
+    with pytest.raises(
+        ValueError, match=rf"device={re.escape(repr(requested))} must be a string or a torch.device; kno"
+    ):
+        resolve_device(requested)

@@ -1,11 +1,13 @@
 """fmoe/prompts.py: what counts as one prompt, and what becomes token ids."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import fmoe
 from fmoe.prompts import check_ids, encode_prompt, split_prompts
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -118,3 +120,32 @@ def test_check_ids():
     check_ids([0, 2], 3, "x")
     with pytest.raises(ValueError, match=r"x has token id 3; ids must be in 0..2 \(vocabulary 3\)"):
         check_ids([0, 3], 3, "x")
+
+
+def test_encode_and_decode():
+    demo = fmoe.load("demo", device="cpu", compile=False)
+    ids = fmoe.encode(demo, "In the beginning")
+    [done] = fmoe.generate(demo, "In the beginning", max_new_tokens=3)
+    assert tuple(ids) == done.prompt_token_ids and {type(i) for i in ids} == {int}
+    assert fmoe.decode(demo, done.token_ids) == done.text
+    for same in (ids, tuple(ids), np.array(ids), torch.tensor(ids)):
+        assert fmoe.decode(demo, same) == "In the beginning"
+    assert fmoe.encode(demo, "") == [] and fmoe.decode(demo, []) == ""
+    for text, kind in ((5, "int"), ([1, 2], "list"), (b"a", "bytes"), ([], "list"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"text must be a string or a list of chat messages, got {kind}"):
+            fmoe.encode(demo, text)
+    for bad, message in (
+        ("text", "token_ids must be a list of token ids, got str"),
+        (CHAT, "token_ids must be a list of token ids, got list"),
+        ([1, 4096], "token_ids has token id 4096; ids must be in 0..4095"),
+        ([-1], "token_ids has token id -1"),
+        ([[1]], "token_ids must be .* got a list of list"),
+        (5, "token_ids must be .* got int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fmoe.decode(demo, bad)
+    textless = replace(demo, text=None)
+    with pytest.raises(ValueError, match=r"text is a string, but .* has no tokenizer.json"):
+        fmoe.encode(textless, "a")
+    with pytest.raises(ValueError, match=r"demo has no tokenizer.json, so there is no text of token ids"):
+        fmoe.decode(textless, ids)
