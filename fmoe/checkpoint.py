@@ -8,6 +8,7 @@ Source: https://github.com/huggingface/safetensors#format
 import json
 import logging
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -82,19 +83,69 @@ def list_names(names: Iterable[str], *, limit: int = 20) -> str:
     return ", ".join(names[:limit]) + more
 
 
+def is_present(path: Path, /) -> bool:
+    """Tell whether a file is there; a link into the void, a folder or a pipe in its place is an error, not absence."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not path.is_symlink():
+            return False
+        raise FileNotFoundError(
+            f"{path} is a link to {path.readlink()}, which is not there; finish the download"
+        ) from error
+    except (OSError, ValueError) as error:  # a name too long or with a null byte, links in a circle, no permission
+        raise ValueError(
+            f"{path!s:.300} cannot be opened ({_reason(error)}); correct the name or its rights"
+        ) from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a named pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+        raise ValueError(f"{path} is {kind}; a file was expected; remove it or fetch the file")
+    return True
+
+
+def read_text(path: Path, /) -> str:
+    """Read a file in UTF-8."""
+    if not is_present(path):
+        raise FileNotFoundError(f"no file {path}; add it")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}); fetch the file again") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({_reason(error)}); check its rights") from error
+
+
+def read_json(path: Path, /) -> dict[str, Any]:
+    """Read a JSON object."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; fetch the file again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}; an object was expected; fetch the file again")
+    return value
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json; the folder needs no weights."""
-    if not folder.exists():
+    try:
+        is_there = folder.exists()
+    except OSError as error:
+        raise ValueError(f"{folder!s:.300} cannot be opened ({_reason(error)}); give another folder") from error
+    if not is_there:
         raise FileNotFoundError(f"no folder {folder}; give one with config.json and *.safetensors")
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; give the folder that holds config.json and *.safetensors")
     if not any(folder.iterdir()):
         raise FileNotFoundError(f"folder {folder} is empty; expected config.json and *.safetensors")
     path = folder / "config.json"
-    if not path.is_file():
+    if not is_present(path):
         found = list_names(sorted(entry.name for entry in folder.iterdir()), limit=8)
         raise FileNotFoundError(f"no config.json in {folder}, which has {found}; add the model's config.json")
-    return _read_json(path)
+    config = read_json(path)
+    _text_config(config)
+    return config
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -105,12 +156,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     config = read_config(folder)
     path = folder / "generation_config.json"
-    generation_config = _read_json(path) if path.exists() else None
+    generation_config = read_json(path) if is_present(path) else None
     files = sorted(folder.glob("*.safetensors"))
     if folders := [file.name for file in files if file.is_dir()]:
         raise ValueError(f"in {folder}, {list_names(folders)} is a folder; a safetensors file was expected")
     index = folder / INDEX
-    if not index.exists():
+    if not is_present(index):
         headers = {file.name: read_header(file) for file in _complete_set(folder, files)}
         tensors = _merge(folder, headers, None)
     else:
@@ -123,6 +174,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Read which tensors a safetensors file holds; the file's size must be what its header says."""
+    if not is_present(file):
+        raise FileNotFoundError(f"no file {file}; finish the download")
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -139,8 +192,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             )
         text = stream.read(length)
     try:
-        tensors = _parse_header(file, json.loads(text), 8 + length)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        tensors = _parse_header(file, json.loads(text, object_pairs_hook=_unique_keys), 8 + length)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} has a corrupt header ({error}); download it again") from error
     end = max((info.offset + info.nbytes for info in tensors.values()), default=8 + length)
     if size != end:
@@ -152,7 +205,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the dtype that the config names as ``dtype`` or ``torch_dtype``, its ``text_config`` first, or None."""
     name: Any = None
-    for part in (config.get("text_config") or {}, config):
+    for part in (_text_config(config), config):
         name = name or part.get("dtype") or part.get("torch_dtype")
     if name is None:
         return None
@@ -175,7 +228,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 def check_quantization(config: Mapping[str, Any]) -> None:
     """Refuse a quantised checkpoint; none can be read yet."""
-    for part in (config, config.get("text_config") or {}):
+    for part in (config, _text_config(config)):
         quantization = part.get("quantization_config")
         if quantization is None:
             continue
@@ -190,25 +243,37 @@ def check_quantization(config: Mapping[str, Any]) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also UnicodeDecodeError
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}; an object was expected")
-    return value
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the nested config, empty where there is none."""
+    nested = config.get("text_config")
+    if nested is not None and not isinstance(nested, Mapping):
+        raise ValueError(f"text_config in config.json must be an object, got {nested!r:.80}; correct the file")
+    return nested or {}
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object; of a repeated key json would keep the last value, and other readers may keep the first."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.200} stands there twice")
+        found[key] = value
+    return found
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the index's tensor name -> file name; all the files exist."""
-    placed = _read_json(path).get("weight_map")
+    placed = read_json(path).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
         raise ValueError(f"{path} has no usable weight_map; an object of tensor name -> file name was expected")
     names = sorted(set(placed.values()))
     if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
         raise ValueError(f"{path} names {list_names(outside)}; only *.safetensors of the same folder are read")
-    if absent := [name for name in names if not (path.parent / name).is_file()]:
+    if absent := [name for name in names if not is_present(path.parent / name)]:
         raise FileNotFoundError(
             f"{path} names files that are not there: {list_names(absent)}; finish the download or restore them"
         )
@@ -287,15 +352,19 @@ def _merge(
 
 def _parse_header(file: Path, header: dict[str, Any], data_start: int) -> dict[str, TensorInfo]:
     """Return the tensors in the order of their bytes, which must follow each other without a gap."""
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"__metadata__ must be an object of strings, got {metadata!r:.80}")
     tensors: dict[str, TensorInfo] = {}
     position = 0
     for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{name} has dtype {entry['dtype']}; known are {', '.join(DTYPES)}")
         begin, end = entry["data_offsets"]
+        if type(begin) is not int or type(end) is not int:
+            raise ValueError(f"{name} has offsets {begin!r} to {end!r}")
         shape = tuple(entry["shape"])
-        if not all(isinstance(size, int) and size >= 0 for size in shape):
+        if not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"{name} has shape {entry['shape']}")
         info = TensorInfo(file, DTYPES[entry["dtype"]], shape, data_start + begin)
         if begin != position or end - begin != info.nbytes:

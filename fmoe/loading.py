@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -175,11 +175,28 @@ def _read_shard(
     file: Path, reads: Sequence[tuple[TensorInfo, Piece, Tensor]], advance: Callable[[int], object]
 ) -> None:
     """Copy one file's tensors to their places, in the order of their bytes; its mapping ends with this call."""
-    with safe_open(file, framework="pt") as shard:
-        for info, piece, param in sorted(reads, key=lambda read: read[0].offset):
-            source = shard.get_tensor(piece.name)
-            param[piece.into].copy_(source if piece.take is None else piece.take(source))
-            advance(info.nbytes)
+    try:
+        with safe_open(file, framework="pt") as shard:
+            for info, piece, param in sorted(reads, key=lambda read: read[0].offset):
+                source = shard.get_tensor(piece.name)
+                _copy_piece(piece, source, param, file)
+                advance(info.nbytes)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); download it again") from error
+
+
+def _copy_piece(piece: Piece, source: Tensor, param: Tensor, file: Path) -> None:
+    """Write a checkpoint tensor to its place; a finite value must not become infinite."""
+    values = source if piece.take is None else piece.take(source)
+    place = param[piece.into]
+    place.copy_(values)
+    if param.dtype != torch.float16 or values.dtype == torch.float16:
+        return
+    if infinite := int(place.isinf().sum()) - int(values.isinf().sum()):
+        raise ValueError(
+            f"{piece.name} in {file} has {infinite} values beyond "
+            f"{torch.finfo(torch.float16).max:g}, the largest of float16; load with dtype bfloat16 or float32"
+        )
 
 
 def _check_pieces(pieces: Collection[Piece], checkpoint: Checkpoint) -> dict[str, list[str]]:

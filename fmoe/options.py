@@ -2,12 +2,17 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
 from fmoe.functional.sampling import check_sampling
 
 from .text import Text, eos_token_ids
+
+_NUMBERS = MappingProxyType(
+    {"temperature": Real, "top_p": Real, "top_k": Integral, "min_p": Real, "repetition_penalty": Real}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +57,19 @@ def read_defaults(
         ValueError: a value that cannot be sampled with; the message names the file.
     """
     eos_ids = eos_token_ids(generation_config, config, text)
-    found = {
-        key: value
-        for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        if (value := (generation_config or {}).get(key)) is not None
-    }
-    if not (generation_config or {}).get("do_sample", False):
+    said = generation_config or {}
+    do_sample = said.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ValueError(
+            f"generation_config.json: do_sample must be true or false, got {do_sample!r:.80}; correct the file"
+        )
+    found = {key: value for key in _NUMBERS if (value := said.get(key)) is not None}
+    for key, value in found.items():
+        # of the right type even where it is not used: a file that is wrong here is wrong elsewhere
+        if isinstance(value, bool) or not isinstance(value, _NUMBERS[key]):
+            expected = "an int" if _NUMBERS[key] is Integral else "a number"
+            raise ValueError(f"generation_config.json: {key}={value!r:.80} must be {expected}; correct the file")
+    if not do_sample:
         found = {key: value for key, value in found.items() if key == "repetition_penalty"}
     else:
         found.setdefault("temperature", 1.0)

