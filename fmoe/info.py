@@ -18,7 +18,7 @@ from fmoe.functional.moe import MoEParams, SharedExperts, SharedPlan
 from fmoe.functional.routing import RouterConfig
 
 from .architectures import Architecture, FamilyConfig, Params, find_architecture, ignored_tensors
-from .checkpoint import INDEX, check_quantization, config_dtype, open_checkpoint, read_config, stored_dtype
+from .checkpoint import INDEX, check_quantization, config_dtype, is_present, open_checkpoint, read_config, stored_dtype
 from .loading import check_params, count_params, make_meta_params, named_tensors
 from .model import CPU_COMPILE_TOKENS, Compile, find_folder, text_config
 from .placing import available_bytes, resolve_device, resolve_dtype
@@ -166,7 +166,7 @@ def _find_weights(folder: Path, architecture: Architecture, config: FamilyConfig
     """Read the headers, if there are any, and say whether they agree with config.json."""
     named = config_dtype(raw)
     names: Container[str] = frozenset()
-    if not (folder / INDEX).exists() and not any(folder.glob("*.safetensors")):
+    if not is_present(folder / INDEX) and not any(folder.glob("*.safetensors")):
         note = "none in the folder" + ("" if named else "; config.json names no dtype, bfloat16 is assumed")
         try:
             check_quantization(raw)

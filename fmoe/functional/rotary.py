@@ -59,12 +59,14 @@ def rotary_frequencies(config: RopeConfig, /) -> Tensor:
 
     Source: arXiv:2104.09864; YaRN arXiv:2309.00071, section 3.2.
     """
-    exponents_R = torch.arange(0, config.rotary_size, 2, dtype=torch.int64).float() / config.rotary_size
+    exponents_R = torch.arange(0, config.rotary_size, 2, dtype=torch.int64, device="cpu").float() / config.rotary_size
     plain_R = 1.0 / (config.theta**exponents_R)
     if config.factor == 1.0:
         return plain_R
     low, high = _yarn_range(config)
-    ramp_R = ((torch.arange(config.rotary_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp_R = ((torch.arange(config.rotary_size // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(
+        0, 1
+    )
     return plain_R / config.factor * ramp_R + plain_R * (1 - ramp_R)
 
 
