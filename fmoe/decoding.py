@@ -5,7 +5,7 @@ Letters: B rows, T tokens, D hidden, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -60,18 +60,36 @@ def compute_head(model: Model, steps: Steps, x_BD: Tensor, /) -> Tensor:
     return steps.logits(x_BD, model.params.norm_D, model.params.head_VD)
 
 
-def prefill_row(model: Model, steps: Steps, ids: Sequence[int], state: State, row: int, /, *, chunk: int) -> Tensor:
-    """Run a prompt through one row of a fresh state, ``chunk`` tokens at a time; no padding, whatever the others.
+def prefill(
+    model: Model, steps: Steps, prompts: Sequence[Sequence[int]], state: State, /, *, chunk: int = PREFILL_CHUNK
+) -> Tensor:
+    """Run each prompt through its row of a fresh state, ``chunk`` tokens at a time, without padding.
+
+    Neighbours of one length run together while they fit into one chunk; in compiled steps each row runs alone, which
+    saves their graphs a variant.
 
     Returns:
-        float32 [1, V], logits after the last token.
+        float32 [B, V], logits after each prompt's last token.
     """
-    view = state_row(state, row)
-    tokens_1T = torch.tensor([ids], dtype=torch.int64, device=model.device)
-    for start in range(0, len(ids), chunk):
-        end = min(start + chunk, len(ids))
-        x_1TD, view = run(model, steps, tokens_1T[:, start:end], view, visible=end)
-    return compute_head(model, steps, x_1TD[0, -1:])  # not [:, -1], whose odd stride would recompile
+    logits, first = [], 0
+    for length, group in groupby(prompts, key=len):
+        rows = list(group)
+        together = 1 if steps.compiled else max(chunk // length, 1)
+        for start in range(0, len(rows), together):
+            part = rows[start : start + together]
+            view = state_row(state, first + start, count=len(part))
+            logits.append(_prefill_rows(model, steps, part, view, chunk))
+        first += len(rows)
+    return torch.cat(logits)
+
+
+def _prefill_rows(model: Model, steps: Steps, rows: Sequence[Sequence[int]], state: State, chunk: int) -> Tensor:
+    tokens_BT = torch.tensor(rows, dtype=torch.int64, device=model.device)
+    for start in range(0, tokens_BT.shape[1], chunk):
+        end = min(start + chunk, tokens_BT.shape[1])
+        x_BTD, state = run(model, steps, tokens_BT[:, start:end], state, visible=end)
+    # a single row not by [:, -1], whose odd stride would recompile
+    return compute_head(model, steps, x_BTD[0, -1:] if len(rows) == 1 else x_BTD[:, -1])
 
 
 def decode_batch(
@@ -99,7 +117,7 @@ def decode_batch(
     lengths = [len(ids) for ids in prompts]
     longest = max(lengths)
     state = new_state(model, len(prompts), longest + options.max_new_tokens)
-    logits_BV = torch.cat([prefill_row(model, steps, ids, state, row, chunk=chunk) for row, ids in enumerate(prompts)])
+    logits_BV = prefill(model, steps, prompts, state, chunk=chunk)
     state = state._replace(lengths_B=torch.tensor(lengths, dtype=torch.int64, device=model.device))
     choose = _Chooser(model, prompts, options, first_row)
     generated: list[list[int]] = [[] for _ in prompts]

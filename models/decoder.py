@@ -124,10 +124,10 @@ def make_state(caches: tuple[Cache, ...], batch: int, rope: RopeConfig, /, *, de
     return State(caches, lengths_B, rotary_frequencies(rope).to(device))
 
 
-def state_row(state: State, row: int, /) -> State:
-    """View one sequence of a state as a state of batch 1; writing to its caches writes the row."""
-    caches = tuple(select_row(cache, row) for cache in state.caches)
-    return State(caches, state.lengths_B[row : row + 1], state.inv_freq_R)
+def state_row(state: State, row: int, /, *, count: int = 1) -> State:
+    """View ``count`` sequences of a state, from ``row`` on, as a state; writing to its caches writes the rows."""
+    caches = tuple(select_row(cache, row, count=count) for cache in state.caches)
+    return State(caches, state.lengths_B[row : row + count], state.inv_freq_R)
 
 
 def residual_layer(

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import fmoe
-from fmoe.decoding import PREFILL_CHUNK, Token, compute_head, decode_batch, explain_nan, new_state, prefill_row, run
+from fmoe.decoding import PREFILL_CHUNK, Token, compute_head, decode_batch, explain_nan, new_state, prefill, run
 from fmoe.functional.cache import KVCache
 from fmoe.options import Options
 
 V = 4096
-LENGTHS = (1, 5, 17, 64)
+LENGTHS = (1, 5, 5, 17, 64, 64)  # neighbours of one length prefill together
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def play(model, prompts, forced_NB, *, chunk=PREFILL_CHUNK):
     lengths = [len(ids) for ids in prompts]
     state = new_state(model, len(prompts), max(lengths) + len(forced_NB))
     steps = model.eager
-    logits = [torch.cat([prefill_row(model, steps, ids, state, i, chunk=chunk) for i, ids in enumerate(prompts)])]
+    logits = [prefill(model, steps, prompts, state, chunk=chunk)]
     state = state._replace(lengths_B=torch.tensor(lengths))
     for n, tokens_B in enumerate(forced_NB, 1):
         x_B1D, state = run(model, steps, tokens_B[:, None], state, visible=max(lengths) + n)

@@ -74,6 +74,6 @@ def write_delta_(cache: DeltaCache, window_BWN: Tensor, state_BHKV: Tensor, /) -
     return cache
 
 
-def select_row(cache: Cache, row: int, /) -> Cache:
-    """View one sequence of a cache as a cache of batch 1; writing to the view writes the row."""
-    return type(cache)(*(part[row : row + 1] for part in cache))
+def select_row(cache: Cache, row: int, /, *, count: int = 1) -> Cache:
+    """View ``count`` sequences of a cache, from ``row`` on, as a cache; writing to the view writes the rows."""
+    return type(cache)(*(part[row : row + count] for part in cache))
