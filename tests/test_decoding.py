@@ -81,7 +81,8 @@ def test_a_batch_of_mixed_lengths_changes_no_logits_and_no_state(demo):
 
     for row, ids in enumerate(prompts):
         expected, single = play(demo, [ids], forced_NB[:, row : row + 1])
-        assert torch.equal(logits[0, row], expected[0, 0])  # a prompt runs alone, so not even the rounding differs
+        if LENGTHS.count(len(ids)) == 1:  # such a prompt runs alone, so not even the rounding differs
+            assert torch.equal(logits[0, row], expected[0, 0])
         assert_close(logits[:, row], expected[:, 0], within=1e-5)
         assert_equal_state(state, row, single)
 
