@@ -54,13 +54,13 @@ lint: $(VENV)/$(STAMP)-dev
 	cd build/types && $(abspath $(RUN)) -m mypy --strict --config-file ../../pyproject.toml --cache-dir /dev/null -p fmoe
 	$(RUN) -m pytest -q tests/test_layers.py
 
-# The end-to-end tests once more, on what a wheel holds. PYTHONSAFEPATH keeps this folder off the path.
+# The end-to-end tests once more, on what a wheel holds. PYTHONSAFEPATH keeps this folder off the path, bench with it.
 test-wheel: $(VENV)/$(STAMP)-dev
 	rm -rf build
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w build/dist .
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target build/site build/dist/fmoe-*.whl
 	@$(FROM_WHEEL) -c 'import sys, fmoe; sys.exit("/build/site/" not in fmoe.__file__ and f"tested {fmoe.__file__}")'
-	$(FROM_WHEEL) -m pytest $(wildcard tests/test_*.py tests/models) $(ARGS)
+	$(FROM_WHEEL) -m pytest $(filter-out tests/test_bench.py,$(wildcard tests/test_*.py tests/models)) $(ARGS)
 
 fix: $(VENV)/$(STAMP)-dev
 	$(RUN) -m ruff check --fix .
