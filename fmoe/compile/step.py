@@ -45,7 +45,6 @@ def compile_steps(
     *,
     device: torch.device,
     backend: str = "inductor",
-    skip_guards: bool = True,
 ) -> Steps:
     """Compile each function when it is first called; nothing of the compiler is loaded before.
 
@@ -54,11 +53,10 @@ def compile_steps(
         logits: the head, ``(x [rows, D], ...)``.
         device: where they will run.
         backend: of torch.compile.
-        skip_guards: trust that decode steps of one model differ in nothing but what their variants tell apart.
     """
 
     def compiled(name: str, function: Layer) -> Layer:
-        return _compile_lazily(name, function, device, backend, skip_guards)
+        return _compile_lazily(name, function, device, backend)
 
     return Steps({kind: compiled(kind, layer) for kind, layer in layers.items()}, compiled("logits", logits), True)
 
@@ -71,30 +69,24 @@ class _Graphs(NamedTuple):
 
 
 def _compile_lazily(
-    name: str, function: Callable[..., Tensor], device: torch.device, backend: str, skip_guards: bool
+    name: str, function: Callable[..., Tensor], device: torch.device, backend: str
 ) -> Callable[..., Tensor]:
     # On a CPU the small kernels of a decode step cost less than the Python that calls them: C++ calls them there.
     fast = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}
     decode, prefill = _make_graphs(name, function, backend, fast), _make_graphs(name, function, backend, {})
 
     def call(x: Tensor, params: Any, *arguments: Any) -> Tensor:
-        steps = x.dim() == 2 or x.shape[1] == 1
-        get, traced = decode if steps else prefill
+        get, traced = decode if x.dim() == 2 or x.shape[1] == 1 else prefill
         variant = (id(params), *(size == 1 for size in x.shape[:-1]))
-        if variant not in traced:
-            # Marks and the limit matter while tracing alone; this may trace. Each dense or sparse layer, dtype and
-            # 0/1 variant is one more graph of the same code object, and torch's own limit is 8.
-            _mark_sizes(x, arguments)
-            with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
-                y = get()(x, params, *arguments)
-            traced.add(variant)
-            return y
-        if not (steps and skip_guards):
+        if variant in traced:
             return get()(x, params, *arguments)
-        # These parameters and this variant have their graph, and nothing else can differ between two steps of one
-        # model, so only the guards that tell its graphs apart are evaluated: 16 us less a layer.
-        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-            return get()(x, params, *arguments)
+        # Marks and the limit matter while tracing alone; this may trace. Each dense or sparse layer, dtype and
+        # 0/1 variant is one more graph of the same code object, and torch's own limit is 8.
+        _mark_sizes(x, arguments)
+        with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
+            y = get()(x, params, *arguments)
+        traced.add(variant)
+        return y
 
     return call
 

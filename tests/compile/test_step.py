@@ -31,7 +31,7 @@ class RandomFill:
         return torch.nn.Parameter(torch.randn(tuple(shape), generator=self.rng) * 0.2, requires_grad=False)
 
 
-def make_model(layers, *, backend="aot_eager", skip_guards=True):
+def make_model(layers, *, backend="aot_eager"):
     raw = {
         "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "partial_rotary_factor": 0.5,
@@ -81,7 +81,7 @@ def count_graphs():
 
 
 def test_no_mix_of_lengths_and_batches_recompiles():
-    model = make_model(4, skip_guards=False)  # every guard is evaluated, and none may fail
+    model = make_model(4)
     warm_up(model)
     graphs = count_graphs()
     source = random.Random(1)
@@ -123,6 +123,24 @@ def test_inductor_gives_the_tokens_of_uncompiled():
     prompts = draw_prompts([3])
 
     assert generate(model, model.graphs, prompts) == generate(model, model.eager, prompts)
+
+
+def test_steps_leave_the_compiler_of_the_process_alone():
+    seen = []
+
+    def backend(graph, _):
+        def run(*arguments):
+            seen.append(torch._dynamo.eval_frame._stance.skip_guard_eval_unsafe)
+            return graph.forward(*arguments)
+
+        return run
+
+    model = make_model(4, backend=backend)
+    for _ in range(2):
+        generate(model, model.graphs, draw_prompts([1]))
+
+    # The stance holds for every thread: skipping guards here gave other threads' functions wrong graphs.
+    assert seen and not any(seen)
 
 
 def test_nothing_is_compiled_before_the_first_call():
