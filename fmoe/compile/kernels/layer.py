@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fmoe.functional.routing import RouterConfig, Routing
 
+from ..settings import Settings
 from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
 from .moe_prefill import compute_experts_sorted
 from .route import route_tokens, tabulate
-from .settings import Settings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_GRID = 65535  # programs along the second axis of a grid

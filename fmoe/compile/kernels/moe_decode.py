@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fmoe.functional.routing import RouterConfig, Routing
 
+from ..settings import Settings
 from .route import (
     Table,
     choice_constants,
@@ -22,7 +23,6 @@ from .route import (
     weigh_row,
     write_row,
 )
-from .settings import Settings
 from .tiles import down_tile, gate_up_tile
 
 

@@ -15,9 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fmoe.functional.routing import Routing
 
+from ..settings import Settings, Tile
 from .moe_decode import combine
 from .route import launch_options, wait_for_previous
-from .settings import Settings, Tile
 from .sort import Tiles, sort_pairs
 from .tiles import down_tile, gate_up_tile
 

@@ -23,8 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fmoe.functional.routing import RouterConfig
 
+from ..settings import Settings
 from .layer import run_moe_layer
-from .settings import Settings
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fmoe.functional.routing import RouterConfig, Routing
 
-from .settings import Settings
+from ..settings import Settings
 
 SCORINGS = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
 ROUNDINGS = {torch.bfloat16: 1, torch.float16: 2}
