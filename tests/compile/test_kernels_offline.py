@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from fmoe.compile.kernels import Settings, Tile, default_settings, settings_from_ints, settings_to_ints
 from fmoe.compile.kernels.offline import SHARED_LIMITS, Usage, compile_launch, find_misfits, record_layer
-from fmoe.compile.kernels.settings import PATHS
+from fmoe.compile.settings import PATHS
 
 # experts, top_k, slots, hidden, width
 SHAPES = {
