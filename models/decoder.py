@@ -150,7 +150,7 @@ def residual_layer(
     mixed_BTD = mixer(rms_norm(x_BTD, params.input_norm_D, eps=eps), params.mixer, cache, placement)
     normed_BTD, x_BTD = kernels.add_norm(x_BTD, mixed_BTD, params.post_norm_D, eps=eps)
     if isinstance(params.mlp, MLPParams):
-        return x_BTD + mlp_layer(normed_BTD, params.mlp)
+        return x_BTD + mlp_layer(normed_BTD, params.mlp, linear=kernels.linear)
     normed_TD = normed_BTD.flatten(0, 1)
     decode = x_BTD.shape[1] == 1
     return x_BTD + moe_layer(normed_TD, params.mlp, router, kernels=kernels, decode=decode).view_as(x_BTD)
@@ -194,7 +194,9 @@ def forward(
     return x_BTD, state._replace(lengths_B=state.lengths_B + tokens_BT.shape[1])
 
 
-def compute_logits(x_BD: Tensor, norm_D: Tensor, head_VD: Tensor, /, *, eps: float) -> Tensor:
+def compute_logits(
+    x_BD: Tensor, norm_D: Tensor, head_VD: Tensor, /, *, eps: float, linear: Callable[..., Tensor] = F.linear
+) -> Tensor:
     """Final norm and head.
 
     Args:
@@ -202,8 +204,9 @@ def compute_logits(x_BD: Tensor, norm_D: Tensor, head_VD: Tensor, /, *, eps: flo
         norm_D: weight of the final norm.
         head_VD: output embedding.
         eps: of the norm.
+        linear: ``Kernels.linear``.
 
     Returns:
         float32 [..., V].
     """
-    return F.linear(rms_norm(x_BD, norm_D, eps=eps), head_VD).float()
+    return linear(rms_norm(x_BD, norm_D, eps=eps), head_VD).float()

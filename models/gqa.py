@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -135,7 +134,8 @@ def attention_mixer(
     Returns:
         A tensor like x.
     """
-    qk_BTN, v_BTN, gate_BTN = F.linear(x_BTD, params.w_in_ND, params.bias_N).split_with_sizes(config.split_sizes, -1)
+    projected_BTN = kernels.linear(x_BTD, params.w_in_ND, params.bias_N)
+    qk_BTN, v_BTN, gate_BTN = projected_BTN.split_with_sizes(config.split_sizes, -1)
     step = x_BTD.shape[:2]
     qk_BTHC = qk_BTN.view(*step, config.heads + config.kv_heads, config.head_size)
     if params.norm_HC is not None:
@@ -151,7 +151,7 @@ def attention_mixer(
     out_BTN = out_BTHC.flatten(-2)
     if config.gated:
         out_BTN = out_BTN * gate_BTN.sigmoid()
-    return F.linear(out_BTN, params.w_out_DN, params.bias_out_D)
+    return kernels.linear(out_BTN, params.w_out_DN, params.bias_out_D)
 
 
 def attention_cache(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fmoe.functional.attention import Placement
@@ -143,10 +142,10 @@ def latent_mixer(
     Returns:
         A tensor like x.
     """
-    q_BTN, latent_BTR, key_BTC = F.linear(x_BTD, params.w_in_ND).split(config.split_sizes, -1)
+    q_BTN, latent_BTR, key_BTC = kernels.linear(x_BTD, params.w_in_ND).split(config.split_sizes, -1)
     if params.w_q_NQ is not None:
         assert params.q_norm_Q is not None
-        q_BTN = F.linear(rms_norm(q_BTN, params.q_norm_Q, eps=LATENT_EPS), params.w_q_NQ)
+        q_BTN = kernels.linear(rms_norm(q_BTN, params.q_norm_Q, eps=LATENT_EPS), params.w_q_NQ)
     plain_BTHC, rotary_BTHC = q_BTN.unflatten(-1, (config.heads, config.key_size)).split(
         [config.plain_size, config.rotary_size], -1
     )
@@ -160,7 +159,7 @@ def latent_mixer(
     out_BTHV = attend(
         plain_BTHC, rotary_BTHC, visible_BMR, placement.mask_BTM, params.w_kv_HCR, config=config, kernels=kernels
     )
-    return F.linear(out_BTHV.flatten(-2), params.w_out_DN)
+    return kernels.linear(out_BTHV.flatten(-2), params.w_out_DN)
 
 
 def attend_expanded(
@@ -183,13 +182,13 @@ def attend_expanded(
         mask_BTM: True where a query may look.
         w_kv_HCR: as in LatentParams.
         config: sizes.
-        kernels: ``attend_prefill`` is called.
+        kernels: ``attend_prefill`` and ``linear`` are called.
 
     Returns:
         [B, T, H, V].
     """
     values_BMR, key_BMC = latent_BMR.split([config.latent_size, config.rotary_size], -1)
-    kv_BMHC = F.linear(values_BMR, w_kv_HCR.flatten(0, 1)).unflatten(-1, w_kv_HCR.shape[:2])
+    kv_BMHC = kernels.linear(values_BMR, w_kv_HCR.flatten(0, 1)).unflatten(-1, w_kv_HCR.shape[:2])
     k_BMHC, v_BMHV = kv_BMHC.split([config.plain_size, config.value_size], -1)
     k_BMHC = torch.cat((k_BMHC, key_BMC[:, :, None].expand(-1, -1, config.heads, -1)), -1)
     q_BTHC = torch.cat((plain_BTHC, rotary_BTHC), -1)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -197,7 +196,8 @@ def delta_mixer(
         A tensor like x.
     """
     mix = kernels.delta_decode if x_BTD.shape[1] == 1 else kernels.delta_prefill
-    return F.linear(mix(F.linear(x_BTD, params.w_in_ND), cache, params, config), params.w_out_DN)
+    mixed_BTN = mix(kernels.linear(x_BTD, params.w_in_ND), cache, params, config)
+    return kernels.linear(mixed_BTN, params.w_out_DN)
 
 
 def make_layers(config: Config, kernels: Kernels) -> Layers:

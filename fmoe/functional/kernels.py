@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import attend
@@ -24,3 +25,4 @@ class Kernels:
     delta_prefill: Callable[..., Tensor] = delta_mix
     delta_decode: Callable[..., Tensor] = delta_mix
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
+    linear: Callable[..., Tensor] = F.linear  # (x [..., D], w [N, D], bias [N] or None) -> [..., N]

@@ -1,5 +1,6 @@
 """The gated feed-forward block. Letters: D hidden, F width, P = 2F (gate rows, then up rows)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -22,10 +23,15 @@ def swiglu(gate_up_P: Tensor, /) -> Tensor:
     return F.silu(gate_F) * up_F
 
 
-def mlp_layer(x_TD: Tensor, params: MLPParams, /) -> Tensor:
+def mlp_layer(x_TD: Tensor, params: MLPParams, /, *, linear: Callable[..., Tensor] = F.linear) -> Tensor:
     """Compute ``w_down swiglu(w_gate_up x)``.
+
+    Args:
+        x_TD: rows, [..., D].
+        params: weights.
+        linear: ``Kernels.linear``.
 
     Returns:
         A tensor like x, [..., D].
     """
-    return F.linear(swiglu(F.linear(x_TD, params.w_gate_up_PD)), params.w_down_DF)
+    return linear(swiglu(linear(x_TD, params.w_gate_up_PD)), params.w_down_DF)

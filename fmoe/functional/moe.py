@@ -3,6 +3,7 @@
 Letters: T tokens, D hidden, E routed experts, S shared slots, F expert width, P = 2F.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ def moe_layer(
         x_TD: rows, T >= 0.
         params: weights; their shapes say what is fused.
         config: the routing rule.
-        kernels: implementations of route and compute_experts.
+        kernels: implementations of route, compute_experts and, for a separate shared expert, linear.
         decode: the rows are one token each of several sequences; takes ``compute_experts_decode``.
 
     Returns:
@@ -102,21 +103,26 @@ def moe_layer(
         routing = routing._replace(weights_TK=routing.weights_TK.to(x_TD.dtype).float())
     compute_experts = kernels.compute_experts_decode if decode else kernels.compute_experts
     y_TD = compute_experts(x_TD, routing, params.w_gate_up_EPD, params.w_down_EDF)
-    return y_TD if params.shared is None else add_shared_expert(y_TD, x_TD, params.shared)
+    if params.shared is None:
+        return y_TD
+    return add_shared_expert(y_TD, x_TD, params.shared, linear=kernels.linear)
 
 
-def add_shared_expert(y_TD: Tensor, x_TD: Tensor, params: SharedParams, /) -> Tensor:
+def add_shared_expert(
+    y_TD: Tensor, x_TD: Tensor, params: SharedParams, /, *, linear: Callable[..., Tensor] = F.linear
+) -> Tensor:
     """Add the separate shared expert's output, times the sigmoid of its gate where it has one.
 
     Args:
         y_TD: output of the routed experts.
         x_TD: input of the layer.
         params: weights of the shared expert.
+        linear: ``Kernels.linear``.
 
     Returns:
         A tensor like y.
     """
-    shared_TD = mlp_layer(x_TD, params.mlp)
+    shared_TD = mlp_layer(x_TD, params.mlp, linear=linear)
     if params.w_gate_1D is not None:
-        shared_TD = F.linear(x_TD, params.w_gate_1D).sigmoid() * shared_TD
+        shared_TD = linear(x_TD, params.w_gate_1D).sigmoid() * shared_TD
     return y_TD + shared_TD
