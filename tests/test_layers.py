@@ -15,13 +15,13 @@ MAX_LINES = {"fmoe": 400, "models": 250, "bench": 400, "tests": 400}
 # What a layer may import besides the standard library; a name stands for all below it.
 FUNCTIONAL = {"torch", "einops", "fmoe.functional"}
 MODELS = FUNCTIONAL | {"fmoe.models"}
-COMPILE = {"torch", "fmoe.functional", "fmoe.compile"}
+COMPILE = {"torch", "fmoe.functional", "fmoe.compile", "platformdirs", "filelock"}
 # The reference functions know neither the environment nor the machine.
 UNKNOWN_TO_REFERENCE = {"os", "platform", "subprocess", "torch.cuda", "torch.backends"}
 
 # Each of these is imported in one place.
 DOORS = {
-    "aiter": "fmoe/compile/select.py",
+    "aiter": ("fmoe/compile/select.py", "fmoe/compile/aiter_selftest.py"),
     "triton": "fmoe/compile/kernels/",
     "fmoe.compile.kernels": ("fmoe/compile/ops.py", "fmoe/compile/kernels/"),
     "fmoe.models": ("fmoe/architectures.py", "models/"),
