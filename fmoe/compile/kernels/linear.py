@@ -1,0 +1,207 @@
+"""Kernels of a dense projection of few tokens, bound by reading the weights once.
+
+Letters: T tokens, N rows of the weight matrix, D summed dimension.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+# ruff: noqa: SIM108
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..linear_settings import MAX_TOKENS as MAX_TOKENS
+from ..linear_settings import LinearSettings as LinearSettings
+from ..linear_settings import default_linear_settings as default_linear_settings
+from ..linear_settings import linear_from_ints as linear_from_ints
+from ..linear_settings import linear_to_ints as linear_to_ints
+from .layer import DTYPES
+from .route import launch_options, wait_for_previous
+
+LINE = 128  # bytes that one prefetch brings
+SUM_BLOCK = 256
+
+
+@triton.jit
+def fetch_ahead(
+    w, o_r, first, D: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, SIZE: tl.constexpr, LINE: tl.constexpr
+):
+    """Ask for the first AHEAD steps of the rows' weights, SIZE bytes each, without waiting for them."""
+    step: tl.constexpr = LINE // SIZE
+    lines: tl.constexpr = (AHEAD * BK + step - 1) // step
+    o_k = tl.minimum(first + tl.arange(0, lines) * step, D - 1)
+    at = (w + o_r[:, None] * D + o_k[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_weights(w, o_r, o_k, D: tl.constexpr, EVEN: tl.constexpr):
+    """Load [len(o_r), len(o_k)] of the weights, whose rows are inside; 0 past column D."""
+    at = w + o_r[:, None] * D + o_k[None, :]
+    if EVEN:
+        v = tl.load(at)
+    else:
+        v = tl.load(at, mask=o_k[None, :] < D, other=0.0)
+    return v
+
+
+@triton.jit
+def add_bias(v, bias, o_r, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Add the bias of the rows to v, [len(o_r)]."""
+    if HAS_BIAS:
+        v += tl.load(bias + o_r, mask=o_r < N, other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def linear_product(
+    x, w, bias, y, T, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, SIZE: tl.constexpr, LINE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One token, BN rows of the weights and SPLIT of D; grid (N / BN * T, D / SPLIT), tokens of a block together."""
+    t = (tl.program_id(0) % T).to(tl.int64)
+    o_n = tl.program_id(0) // T * BN + tl.arange(0, BN)
+    part = tl.program_id(1)
+    o_k = tl.arange(0, BK)
+    even: tl.constexpr = D % SPLIT == 0
+    # Rows past the last repeat it: a load without a mask, and no store.
+    o_r = tl.minimum(o_n, N - 1).to(tl.int64)
+    if AHEAD > 0:
+        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, SIZE, LINE)
+    wait_for_previous(PDL)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for k in tl.range(part * SPLIT, part * SPLIT + SPLIT, BK, num_stages=STAGES):
+        a = load_weights(w, o_r, k + o_k, D, even)
+        if even:
+            b = tl.load(x + t * D + k + o_k)
+        else:
+            b = tl.load(x + t * D + k + o_k, mask=k + o_k < D, other=0.0)
+        acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
+    v = add_bias(tl.sum(acc, 1), bias, o_n, N, HAS_BIAS)
+    tl.store(y + (part.to(tl.int64) * T + t) * N + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+
+
+@triton.jit
+def linear_dot(
+    x, w, bias, y, T, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, SIZE: tl.constexpr,
+    LINE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT)."""
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    part = tl.program_id(1)
+    o_t = tl.arange(0, BM)
+    o_k = tl.arange(0, BK)
+    even: tl.constexpr = D % SPLIT == 0
+    o_r = tl.minimum(o_n, N - 1).to(tl.int64)
+    if AHEAD > 0:
+        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, SIZE, LINE)
+    wait_for_previous(PDL)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k in tl.range(part * SPLIT, part * SPLIT + SPLIT, BK, num_stages=STAGES):
+        a = load_weights(w, o_r, k + o_k, D, even)
+        inside = o_t[:, None] < T
+        if not even:
+            inside = inside & (k + o_k[None, :] < D)
+        b = tl.load(x + o_t[:, None] * D + k + o_k[None, :], mask=inside, other=0.0)
+        acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    if HAS_BIAS:
+        acc += add_bias(tl.zeros((BN,), tl.float32), bias, o_n, N, HAS_BIAS)[:, None]
+    at = y + (part.to(tl.int64) * T + o_t[None, :]) * N + o_n[:, None]
+    tl.store(at, acc.to(y.dtype.element_ty), mask=(o_t[None, :] < T) & (o_n[:, None] < N))
+
+
+@triton.jit
+def sum_parts(
+    parts, bias, y, T, N: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of y in order; grid (N / BN, T)."""
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    t = tl.program_id(1).to(tl.int64)
+    wait_for_previous(PDL)
+    v = tl.zeros((BN,), tl.float32)
+    for part in tl.static_range(SPLITS):
+        v += tl.load(parts + (part * T + t) * N + o_n, mask=o_n < N, other=0.0)
+    v = add_bias(v, bias, o_n, N, HAS_BIAS)
+    tl.store(y + t * N + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+
+
+def check_projection(x_TD: Tensor, w_ND: Tensor, bias_N: Tensor | None, /) -> None:
+    """Refuse what the kernel would read wrongly.
+
+    Raises:
+        ValueError: shapes that do not fit, too many tokens, mixed dtypes, or a tensor that is not contiguous.
+        NotImplementedError: a dtype without a kernel.
+    """
+    tensors = [x_TD, w_ND] if bias_N is None else [x_TD, w_ND, bias_N]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    fits = x_TD.dim() == w_ND.dim() == 2 and x_TD.shape[1] == w_ND.shape[1] > 0
+    if not fits or (bias_N is not None and bias_N.shape != w_ND.shape[:1]):
+        raise ValueError(f"x, w and bias must be [T, D], [N, D] and [N], got shapes {shapes}")
+    if x_TD.shape[0] > MAX_TOKENS:
+        raise ValueError(f"{x_TD.shape[0]} tokens came, at most {MAX_TOKENS} fit; use torch's linear for more")
+    if x_TD.dtype not in DTYPES:
+        raise NotImplementedError(f"no projection kernel reads {x_TD.dtype}; use bfloat16, float16 or float32")
+    if any(tensor.dtype != x_TD.dtype for tensor in tensors):
+        raise ValueError(f"x, w and bias must have one dtype, got {[str(tensor.dtype) for tensor in tensors]}")
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("x, w and bias must be contiguous; call .contiguous() once after loading")
+
+
+def run_linear(x_TD: Tensor, w_ND: Tensor, settings: LinearSettings, /, *, bias_N: Tensor | None = None) -> Tensor:
+    """Compute ``x w^T + bias`` with float32 sums, rounded once; equal on every run.
+
+    Args:
+        x_TD: rows, 0 <= T <= 16.
+        w_ND: weights, contiguous.
+        settings: blocks.
+        bias_N: of the dtype of x, or None.
+
+    Returns:
+        [T, N], of the dtype of x.
+    """
+    check_projection(x_TD, w_ND, bias_N)
+    (tokens, hidden), outputs = x_TD.shape, w_ND.shape[0]
+    y_TN = torch.empty(tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
+    if y_TN.numel() == 0:
+        return y_TN
+    # No part is empty: a depth that does not divide D can leave fewer parts than asked for.
+    split = triton.cdiv(triton.cdiv(hidden, settings.splits), settings.depth) * settings.depth
+    splits = triton.cdiv(hidden, split)
+    if splits == 1:
+        _launch(x_TD, w_ND, bias_N, y_TN, split, settings)
+        return y_TN
+    parts = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x_TD.device)
+    _launch(x_TD, w_ND, None, parts, split, settings)
+    sum_parts[(triton.cdiv(outputs, SUM_BLOCK), tokens)](
+        parts, bias_N, y_TN, tokens, N=outputs, SPLITS=splits, HAS_BIAS=bias_N is not None, BN=SUM_BLOCK,
+        PDL=settings.pdl, num_warps=4, **launch_options(settings.pdl),
+    )  # fmt: skip
+    return y_TN
+
+
+def _launch(x_TD: Tensor, w_ND: Tensor, bias_N: Tensor | None, y: Tensor, split: int, settings: LinearSettings) -> None:
+    (tokens, hidden), outputs = x_TD.shape, w_ND.shape[0]
+    blocks, splits = triton.cdiv(outputs, settings.rows), triton.cdiv(hidden, split)
+    constants = {
+        "N": outputs,
+        "D": hidden,
+        "SPLIT": split,
+        "HAS_BIAS": bias_N is not None,
+        "BN": settings.rows,
+        "BK": settings.depth,
+        "STAGES": settings.stages,
+        "AHEAD": settings.ahead,
+        "SIZE": w_ND.element_size(),
+        "LINE": LINE,
+        "PDL": settings.pdl,
+    }
+    options = {"num_warps": settings.warps} | launch_options(settings.pdl)
+    if settings.dot:
+        linear_dot[(blocks, splits)](x_TD, w_ND, bias_N, y, tokens, **constants, BM=MAX_TOKENS, **options)
+    else:
+        linear_product[(blocks * tokens, splits)](x_TD, w_ND, bias_N, y, tokens, **constants, **options)

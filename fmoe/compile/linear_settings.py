@@ -1,0 +1,108 @@
+"""Settings of the dense projection kernel: plain frozen values, and the rule that holds where nothing was tuned.
+
+Letters: T tokens, N rows of the weight matrix, D summed dimension.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+
+from .settings import Target
+
+MAX_TOKENS = 16  # rows of x that one program multiplies with its rows of the weights
+BLOCK = 2048  # weights that a program of four warps loads at once
+PROGRAMS = 512  # enough to keep all processors of a large GPU reading
+FEW_OUTPUTS = 1024  # so few outputs are launched as one program each
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSettings:
+    """Everything that ``run_linear`` leaves open.
+
+    rows: rows of the weights in one program.
+    depth: columns in one step of its loop.
+    warps: of a program.
+    stages: of its loop; 1 loads a step when it is needed.
+    splits: parts of D with programs of their own; a second launch adds them in order.
+    dot: all tokens together, padded to 16, by matrix instructions; else a program takes one token, and of several
+        tokens all but the first read the weights from the cache.
+    pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
+    ahead: with pdl, steps whose weights are fetched into the cache before x is waited for; 0 or a power of two.
+    """
+
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+    splits: int
+    dot: bool
+    pdl: bool
+    ahead: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "depth", "warps"):
+            value = getattr(self, name)
+            if not _is_power_of_two(value):
+                raise ValueError(f"{name}={value} must be a power of two, since Triton's blocks are")
+        for name in ("stages", "splits"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.dot and (self.rows < 16 or self.depth < 16):
+            raise ValueError(f"rows={self.rows} and depth={self.depth} must be at least 16 with dot=True")
+        if self.ahead and not (self.pdl and _is_power_of_two(self.ahead)):
+            raise ValueError(f"ahead={self.ahead} must be 0, or a power of two with pdl=True; got pdl={self.pdl}")
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def linear_to_ints(settings: LinearSettings) -> list[int]:
+    """Write settings as integers, for an op's ``int[]`` argument."""
+    return [int(value) for value in astuple(settings)]
+
+
+def linear_from_ints(values: Sequence[int]) -> LinearSettings:
+    """Read what ``linear_to_ints`` wrote."""
+    expected = len(fields(LinearSettings))
+    if len(values) != expected:
+        raise ValueError(f"{len(values)} integers came; settings are {expected}, as linear_to_ints writes them")
+    rows, depth, warps, stages, splits, dot, pdl, ahead = values
+    return LinearSettings(rows, depth, warps, stages, splits, bool(dot), bool(pdl), ahead)
+
+
+def default_linear_settings(
+    tokens: int, outputs: int, hidden: int, dtype: torch.dtype, target: Target = "cuda"
+) -> LinearSettings:
+    """Choose settings by rule, for shapes that were never tuned.
+
+    Args:
+        tokens: T.
+        outputs: N.
+        hidden: D.
+        dtype: of the weights.
+        target: what the kernel is compiled for; AMD's shared memory holds less.
+
+    Returns:
+        LinearSettings.
+    """
+    wide = dtype.itemsize > 2
+    if tokens <= 1 or tokens * outputs <= FEW_OUTPUTS:
+        rows = next((rows for rows in (8, 4, 2) if tokens * outputs >= rows * PROGRAMS), 1)
+        depth = min(BLOCK // rows, _round_up(hidden))
+        return LinearSettings(rows, depth, 4, 4 if target == "cuda" else 2, 1, dot=False, pdl=False)
+    rows = next((rows for rows in (64, 32) if outputs >= rows * PROGRAMS // 2), 16)
+    depth = (64 if wide else 128) * (2 if rows == 16 and target == "cuda" else 1)
+    programs = -(-outputs // rows)
+    splits = 1
+    while programs * splits < PROGRAMS // 8 and hidden >= 2 * splits * 512:
+        splits *= 2
+    stages = 4 if target == "cuda" else 2
+    return LinearSettings(rows, depth, 4, stages, splits, dot=True, pdl=False)
+
+
+def _round_up(size: int) -> int:
+    """Give the next power of two, 32 or more: a warp reads whole lines."""
+    return max(32, 1 << (size - 1).bit_length())
