@@ -1,0 +1,133 @@
+"""Settings of the attention and head kernels of a decode step: plain frozen values, and what holds untuned.
+
+Letters: B sequences, J kv heads, H query heads, C head channels, M cache slots, D hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from .settings import Target
+
+# Programs that keep a large GPU busy; fewer leave part of the memory's rate unused.
+PROGRAMS = 256
+MOST_SPLITS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AttendSettings:
+    """What the launch functions of decode attention leave open.
+
+    splits: programs that share the slots of one kv head; their sums are added in order by a second launch.
+    slots: cache slots that one program reads at a time.
+    heads: query heads of one kv head that one program serves.
+    channels: output channels that one program of the second launch writes.
+    pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
+    """
+
+    splits: int
+    slots: int
+    heads: int
+    warps: int
+    stages: int
+    channels: int = 64
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.splits <= MOST_SPLITS:
+            raise ValueError(f"splits={self.splits} must be in 1..{MOST_SPLITS}")
+        for name in ("slots", "heads", "channels"):
+            _check_block(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """What the launch functions of the head leave open.
+
+    rows: rows of the head that one program multiplies.
+    depth: of the summed dimension that one program reads at a time.
+    dot: one product of matrices for all sequences; else a matrix-vector product, for a single sequence.
+    pdl: as in AttendSettings.
+    """
+
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+    dot: bool
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "depth"):
+            _check_block(name, getattr(self, name), minimum=16 if self.dot else 1)
+
+
+def _check_block(name: str, value: int, *, minimum: int = 16) -> None:
+    if value < minimum or value & (value - 1):
+        raise ValueError(f"{name}={value} must be a power of two of at least {minimum}")
+
+
+def decode_settings_to_ints(settings: AttendSettings | HeadSettings) -> list[int]:
+    """Write settings as integers, for an op's ``int[]`` argument."""
+    return [int(value) for value in astuple(settings)]
+
+
+def attend_settings_from_ints(values: Sequence[int]) -> AttendSettings:
+    """Read what ``decode_settings_to_ints`` wrote."""
+    if len(values) != 7:
+        raise ValueError(f"{len(values)} integers came; settings of attention are 7, as decode_settings_to_ints writes")
+    *rest, pdl = values
+    return AttendSettings(*rest, pdl=bool(pdl))
+
+
+def head_settings_from_ints(values: Sequence[int]) -> HeadSettings:
+    """Read what ``decode_settings_to_ints`` wrote."""
+    if len(values) != 6:
+        raise ValueError(f"{len(values)} integers came; settings of the head are 6, as decode_settings_to_ints writes")
+    *rest, dot, pdl = values
+    return HeadSettings(*rest, dot=bool(dot), pdl=bool(pdl))
+
+
+def default_attend_settings(
+    batch: int, heads: int, kv_heads: int, size: int, slots: int, dtype: torch.dtype, *, target: Target = "cuda"
+) -> AttendSettings:
+    """Choose settings by rule.
+
+    Args:
+        batch: B.
+        heads: H.
+        kv_heads: J.
+        size: C, of the keys.
+        slots: M.
+        dtype: of the cache.
+        target: what the kernels are compiled for; AMD's shared memory holds less.
+
+    Returns:
+        AttendSettings.
+    """
+    wide, rows = dtype.itemsize > 2, 16
+    block = 64 if size <= 256 else 32
+    if wide or target == "hip":
+        block = 32 if size <= 128 else 16
+    programs = batch * kv_heads * -(-heads // (kv_heads * rows))
+    splits = min(-(-PROGRAMS // programs), -(-slots // block), MOST_SPLITS)
+    return AttendSettings(max(splits, 1), block, rows, 4, 2 if target == "cuda" else 1)
+
+
+def default_head_settings(batch: int, dtype: torch.dtype, *, target: Target = "cuda") -> HeadSettings:
+    """Choose settings by rule.
+
+    Args:
+        batch: B, at most 16.
+        dtype: of the weights.
+        target: as for ``default_attend_settings``.
+
+    Returns:
+        HeadSettings.
+    """
+    wide = dtype.itemsize > 2
+    stages = 4 if target == "cuda" else 2
+    if batch == 1:
+        return HeadSettings(16, 128 if wide else 256, 4, stages, dot=False)
+    return HeadSettings(64, 32 if wide else 128, 4, stages if target == "cuda" else 1, dot=True)
