@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fmoe.functional import Kernels
+from fmoe.functional import Kernels, RouterConfig
 from fmoe.models import deepseek_v2, deepseek_v3, mixtral, qwen2_moe, qwen3_moe, qwen3_next
 from fmoe.models.decoder import DecoderConfig as DecoderConfig
 from fmoe.models.decoder import Layers as Layers
@@ -29,6 +29,11 @@ class FamilyConfig(Protocol):
     @property
     def decoder(self) -> DecoderConfig:
         """The frame."""
+        ...
+
+    @property
+    def router(self) -> RouterConfig:
+        """The routing rule of its mixture-of-experts layers."""
         ...
 
 

@@ -4,22 +4,20 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial, wraps
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-import torch
 
 from .checkpoint import read_config
+from .cli_options import choosing, command, loading, running, sampling, split_options, switches
 from .completion import StreamedToken
 from .generation import BATCH_SIZE, generate, stream_tokens
 from .info import describe
 from .inputs import check_input, check_utf8, read_prompts, read_text
-from .model import Compile, Model, find_folder, load
+from .model import Model, find_folder, load
 from .options import Defaults, resolve_options
 from .report import format_info
 from .text import load_text
@@ -28,134 +26,12 @@ if find_spec("readline"):
     import readline  # noqa: F401 (makes input() edit its line and remember earlier ones)
 
 LOG = logging.getLogger("fmoe")
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
-COMPILE: Mapping[str, Compile] = {"auto": "auto", "on": True, "off": False}
 ENDINGS: Mapping[str, str] = {
     "length": "cut at --max-new-tokens",
     "stop": "ended by a stop string",
     "eos": "ended by the model",
 }
-OWN = "[default: the checkpoint's own]"
 CHAT_HELP = "/reset forgets the conversation, /quit or end of input leaves, Ctrl-C stops a reply"
-
-Command = TypeVar("Command", bound=Callable[..., None])
-
-
-def _remember(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Note a switch that may stand before or behind the command's name."""
-    if value:
-        context.meta[f"fmoe.{parameter.name}"] = True
-
-
-def _set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
-    if value is not None:
-        torch.set_num_threads(value)
-
-
-def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Put several options into one decorator, in their order."""
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-_switch = partial(click.option, is_flag=True, expose_value=False, callback=_remember)
-switches = _options(
-    _switch("-q", "--quiet", help="No log lines, progress bars or timings on standard error; errors only."),
-    _switch("--debug", help="Show the traceback of an error."),
-)
-loading = _options(
-    click.option("--model", "path", required=True, metavar="FOLDER", help="A checkpoint folder, or demo."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-    click.option(
-        "--shared-experts",
-        type=click.Choice(["auto", "fused", "separate"]),
-        default="auto",
-        show_default=True,
-        help="Run shared experts as routed ones, or apart.",
-    ),
-    click.option(
-        "--compile",
-        type=click.Choice(list(COMPILE)),
-        default="auto",
-        show_default=True,
-        callback=lambda context, parameter, value: COMPILE[value],
-        help="auto compiles on a GPU and for long work.",
-    ),
-)
-running = _options(
-    click.option(
-        "--threads",
-        type=click.IntRange(min=1),
-        metavar="N",
-        expose_value=False,
-        callback=_set_threads,
-        help="CPU threads; on a busy machine, or with a small model, 1 is often fastest.  [default: torch's choice]",
-    ),
-)
-sampling = _options(
-    click.option("--max-new-tokens", type=int, default=128, show_default=True, help="At most this many tokens."),
-    click.option("--temperature", type=float, help=f"0 is greedy. {OWN}"),
-    click.option("--top-p", type=float, help=f"Keep the likeliest tokens that reach this probability. {OWN}"),
-    click.option("--top-k", type=int, help=f"Keep the K likeliest tokens; 0 is off. {OWN}"),
-    click.option("--min-p", type=float, help=f"Keep tokens this likely, relative to the likeliest. {OWN}"),
-    click.option("--repetition-penalty", type=float, help=f"Above 1 makes tokens that occurred less likely. {OWN}"),
-    click.option("--seed", type=int, default=0, show_default=True, help="Prompt i is sampled with SEED + i."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after end-of-sequence tokens."),
-)
-
-
-def command(function: Command) -> Command:
-    """Run a command with log lines on standard error and errors as one message; the command gets ``quiet``."""
-
-    @wraps(function)
-    def run(**options: Any) -> None:
-        meta = click.get_current_context().meta
-        if sys.stdout is None:  # Python's own sign of a descriptor that is closed
-            raise click.ClickException("standard output is closed; send it to a file or to /dev/null")
-        with _logged(quiet := bool(meta.get("fmoe.quiet"))), _reported(debug=bool(meta.get("fmoe.debug"))):
-            function(quiet=quiet, **options)
-
-    return run  # type: ignore[return-value]
-
-
-@contextmanager
-def _logged(quiet: bool) -> Iterator[None]:
-    """Send the lines of logger "fmoe" to standard error meanwhile."""
-    handler, level = logging.StreamHandler(sys.stderr), LOG.level
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    LOG.addHandler(handler)
-    LOG.setLevel(logging.ERROR if quiet else logging.INFO)
-    try:
-        yield
-    finally:
-        LOG.removeHandler(handler)
-        LOG.setLevel(level)
-
-
-@contextmanager
-def _reported(*, debug: bool) -> Iterator[None]:
-    """Turn an error that a user can cause into its message and the exit status."""
-    try:
-        yield
-    except BrokenPipeError:
-        click.echo("Error: standard output was closed before the end", err=True)
-        raise  # click ends the process with status 1 and keeps Python from flushing once more
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        click.echo("Interrupted", err=True)
-        raise click.exceptions.Exit(INTERRUPTED) from None
-    except (ValueError, NotImplementedError, OSError, RuntimeError, MemoryError) as error:
-        if debug or isinstance(error, click.exceptions.Exit):
-            raise
-        raise click.ClickException(str(error) or type(error).__name__) from error
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -193,6 +69,7 @@ class _Meter:
 @click.argument("prompt", required=False)
 @click.option("--prompts-file", metavar="FILE", help="One prompt per line, all run in batches; - is standard input.")
 @loading
+@choosing
 @running
 @sampling
 @click.option("--logprobs", type=int, metavar="N", help="With --json: each token's log-probability and the N largest.")
@@ -206,10 +83,6 @@ def generate_command(
     prompt: str | None,
     prompts_file: str | None,
     path: str,
-    device: str,
-    dtype: str,
-    shared_experts: Any,
-    compile: Compile,
     logprobs: int | None,
     as_json: bool,
     batch_size: int,
@@ -228,8 +101,9 @@ def generate_command(
         check_utf8("the prompt", prompts[0])
         if not prompts[0]:
             raise ValueError("the prompt is empty; write the beginning of a text")
+    loading_options, options = split_options(options)
     _check_options(logprobs=logprobs, **options)
-    model = _load(path, quiet, device=device, dtype=dtype, shared_experts=shared_experts, compile=compile)
+    model = _load(path, quiet, **loading_options)
     if prompts_file is None and not as_json:
         if not quiet and sys.stdout.isatty() and sys.stderr.isatty():
             click.secho(prompts[0], dim=True, err=True, nl=False)  # a text reads better from its beginning
@@ -287,6 +161,7 @@ def _stream_text(model: Model, prompt: Any, **options: Any) -> None:
 
 @main.command("chat")
 @loading
+@choosing
 @running
 @click.option("--system", metavar="TEXT", help="A first message that says how to answer.")
 @sampling
@@ -294,10 +169,6 @@ def _stream_text(model: Model, prompt: Any, **options: Any) -> None:
 @command
 def chat_command(
     path: str,
-    device: str,
-    dtype: str,
-    shared_experts: Any,
-    compile: Compile,
     system: str | None,
     quiet: bool,
     **options: Any,
@@ -311,8 +182,9 @@ def chat_command(
     if text is None or text.chat_template is None:
         missing = "tokenizer.json" if text is None else "chat template"
         raise ValueError(f"{path} has no {missing}, so it cannot chat; use fmoe generate, or a chat model")
+    loading_options, options = split_options(options)
     _check_options(**options)
-    model = _load(path, quiet, device=device, dtype=dtype, shared_experts=shared_experts, compile=compile)
+    model = _load(path, quiet, **loading_options)
     opening = [] if system is None else [{"role": "system", "content": system}]
     stream_tokens(model, [*opening, {"role": "user", "content": "?"}], **options)  # raises where no turn could be run
     LOG.info(CHAT_HELP)

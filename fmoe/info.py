@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fmoe.compile.plan import Plan
 from fmoe.compile.select import choose
 from fmoe.compile.step import cache_slots
 from fmoe.functional.cache import DeltaCache
@@ -22,10 +23,12 @@ from .checkpoint import INDEX, check_quantization, config_dtype, is_present, ope
 from .loading import check_params, count_params, make_meta_params, named_tensors
 from .model import CPU_COMPILE_TOKENS, Compile, find_folder, text_config
 from .placing import available_bytes, resolve_device, resolve_dtype
+from .planning import list_keys, plan_layers
 
 USUAL_TOKENS = 4096
 PARTS = ("embedding", "head", "mixers", "dense MLPs", "routers", "routed experts", "shared experts", "norms")
 META = torch.device("meta")
+EXPERT_FIELDS = ("compute_experts", "compute_experts_decode")
 ROUTER_FIELDS = ("w_router_ED", "bias_E")
 
 T = TypeVar("T")
@@ -131,6 +134,7 @@ def describe(
     parts, (token_bytes, state) = _split_parts(params, config), _measure_state(architecture, config, resolved)
     used = _find_used_kernels(params, architecture.init_state(config, 1, 64, dtype=resolved, device=META).caches)
     size = sum(part.bytes for part in parts)
+    plans = plan_layers(list_keys(params, config), target, requested="auto", tune="cached")
     return ModelInfo(
         folder=str(folder),
         family=getattr(architecture, "__name__", "").rpartition(".")[2],
@@ -148,7 +152,7 @@ def describe(
         parts=parts,
         token_bytes=token_bytes,
         state=state,
-        machine=_describe_machine(target, resolved, compile, size, state, used),
+        machine=_describe_machine(target, resolved, compile, size, state, used, plans),
     )
 
 
@@ -303,7 +307,7 @@ def _find_used_kernels(params: Params, caches: Iterable[Any]) -> frozenset[str]:
     is_delta = {isinstance(cache, DeltaCache) for cache in caches}
     used = {"add_norm"}
     if any(isinstance(layer.mlp, MoEParams) for layer in params.layers):
-        used |= {"route", "compute_experts", "compute_experts_decode"}
+        used |= {"route", *EXPERT_FIELDS}
     if True in is_delta:
         used |= {"delta_prefill", "delta_decode"}
     if False in is_delta:
@@ -318,6 +322,7 @@ def _describe_machine(
     size: int,
     state: tuple[StateMemory, ...],
     used: Container[str],
+    plans: tuple[Plan, ...],
 ) -> Machine:
     usual = state[0]
     needed = size + usual.kv_bytes + usual.recurrent_bytes
@@ -326,8 +331,8 @@ def _describe_machine(
     return Machine(
         device=name,
         dtype=_short(dtype),
-        kernels=_name_kernels(choose(device, compiled=False), used),
-        compiled_kernels=_name_kernels(choose(device, compiled=True), used),
+        kernels=_name_kernels(choose(device, compiled=False, plans=plans), used),
+        compiled_kernels=_name_kernels(choose(device, compiled=True, plans=plans), used),
         compile=_compile_policy(compile, device),
         tokens=usual.tokens,
         needed_bytes=needed,
@@ -346,7 +351,11 @@ def _compile_policy(compile: Compile, device: torch.device) -> str:
 
 def _name_kernels(kernels: Kernels, used: Container[str]) -> dict[str, str]:
     chosen = {field.name: getattr(kernels, field.name) for field in fields(kernels) if field.name in used}
-    return {name: str(getattr(function, "__name__", function)) for name, function in chosen.items()}
+    if kernels.compute_moe is not None:  # instead of these three
+        chosen = {name: value for name, value in chosen.items() if name not in ("route", *EXPERT_FIELDS)}
+        chosen["compute_moe"] = kernels.compute_moe
+    functions = {name: getattr(value, "func", value) for name, value in chosen.items()}
+    return {name: str(getattr(function, "__name__", function)) for name, function in functions.items()}
 
 
 def _short(dtype: torch.dtype) -> str:

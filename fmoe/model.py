@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch
 
-from fmoe.compile.select import choose
+from fmoe.compile.plan import Plan
+from fmoe.compile.select import Requested, check_requested, choose
 from fmoe.compile.step import Steps, compile_steps
 from fmoe.functional.moe import SharedExperts, SharedPlan
 
@@ -21,6 +22,7 @@ from .checkpoint import open_checkpoint, stored_dtype
 from .loading import check_params, load_params
 from .options import Defaults, read_defaults
 from .placing import resolve_device, resolve_dtype
+from .planning import Tune, check_tune, list_keys, plan_layers
 from .text import Text, load_text
 
 LOG = logging.getLogger("fmoe")
@@ -53,6 +55,8 @@ class Model:
     compile: Compile
     text: Text | None
     defaults: Defaults
+    kernels: Requested = "auto"
+    plans: tuple[Plan, ...] = ()
     announce_graphs: Callable[[], None] = field(default_factory=_announce_graphs)
     process: int = field(default_factory=os.getpid)  # where it was loaded
 
@@ -120,6 +124,8 @@ def load(
     dtype: str | torch.dtype = "auto",
     shared_experts: SharedExperts = "auto",
     compile: Compile = "auto",
+    kernels: Requested = "auto",
+    tune: Tune = "cached",
     progress: bool | None = None,
 ) -> Model:
     """Load a checkpoint folder: config.json, *.safetensors and, for text, tokenizer.json.
@@ -131,12 +137,19 @@ def load(
         shared_experts: ``auto`` fuses them into the routed set where their widths allow it, ``fused`` raises where
             they do not, ``separate`` keeps them apart. The logits are the same.
         compile: ``auto`` compiles on a GPU and for long work; True and False force it.
+        kernels: ``auto`` takes the fused kernels that can run, ``reference`` none; ``triton`` and ``aiter`` raise
+            where they cannot run.
+        tune: ``cached`` takes what ``fmoe.tune`` found here earlier, else the table that comes with fmoe, else a
+            rule; ``search`` measures first what was never measured here; ``off`` goes by rule.
         progress: show a bar when loading takes over two seconds; None does so on a terminal.
 
     Raises:
         ValueError, NotImplementedError: the checkpoint is not what config.json promises, or not supported.
         FileNotFoundError: a file is missing.
+        RuntimeError: kernels asked for by name cannot run.
     """
+    check_requested(kernels)
+    check_tune(tune)
     if not isinstance(compile, bool) and not (isinstance(compile, str) and compile == "auto"):
         raise ValueError(f"compile={compile!r} must be True, False or 'auto'")
     check_progress(progress)
@@ -163,7 +176,8 @@ def load(
     )
     if shared_experts == "auto":
         _log_separate_experts(config)
-    head = partial(compute_logits, eps=config.decoder.eps)
+    plans = plan_layers(list_keys(params, config), resolved_device, requested=kernels, tune=tune)
+    eager, graphs = _make_steps(architecture, config, resolved_device, plans)
     return Model(
         folder=folder,
         architecture=architecture,
@@ -171,14 +185,32 @@ def load(
         params=params,
         dtype=resolved_dtype,
         device=resolved_device,
-        eager=Steps(architecture.make_layers(config, choose(resolved_device, compiled=False)), head, compiled=False),
-        graphs=compile_steps(
-            architecture.make_layers(config, choose(resolved_device, compiled=True)), head, device=resolved_device
-        ),
+        eager=eager,
+        graphs=graphs,
         compile=compile,
+        kernels=kernels,
+        plans=plans,
         text=text,
         defaults=defaults,
     )
+
+
+def _make_steps(
+    architecture: Architecture, config: FamilyConfig, device: torch.device, plans: tuple[Plan, ...]
+) -> tuple[Steps, Steps]:
+    """Bind config and kernels: the plain functions, and the graphs, of which nothing is compiled yet."""
+    head = partial(compute_logits, eps=config.decoder.eps)
+    eager = architecture.make_layers(config, choose(device, compiled=False, plans=plans))
+    graphs = architecture.make_layers(config, choose(device, compiled=True, plans=plans))
+    return Steps(eager, head, compiled=False), compile_steps(graphs, head, device=device)
+
+
+def replan(model: Model, plans: tuple[Plan, ...], /) -> Model:
+    """Give the model with other plans and, where they differ, graphs that are yet to be compiled."""
+    if plans == model.plans:
+        return model
+    eager, graphs = _make_steps(model.architecture, model.config, model.device, plans)
+    return replace(model, plans=plans, eager=eager, graphs=graphs)
 
 
 def _build(architecture: Architecture, config: FamilyConfig, fill: Any) -> Params:

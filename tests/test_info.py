@@ -247,7 +247,7 @@ def test_what_runs_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     info = describe("demo", device="cpu")
     machine = info.machine
     assert (machine.device, machine.dtype, machine.tokens) == ("cpu", "float32", 4096)
-    assert machine.kernels["compute_experts"] == "compute_experts_cpu"
+    assert machine.kernels["compute_experts"] == "compute_experts_planned"
     assert machine.compiled_kernels["compute_experts"] == "compute_experts_op"
     assert f"{CPU_COMPILE_TOKENS:,}" in machine.compile
     last = info.state[-1]

@@ -23,7 +23,14 @@ UNKNOWN_TO_REFERENCE = {"os", "platform", "subprocess", "torch.cuda", "torch.bac
 DOORS = {
     "aiter": ("fmoe/compile/select.py", "fmoe/compile/aiter_selftest.py"),
     "triton": "fmoe/compile/kernels/",
-    "fmoe.compile.kernels": ("fmoe/compile/ops.py", "fmoe/compile/kernels/"),
+    "fmoe.compile.kernels": (
+        "fmoe/compile/ops.py",
+        "fmoe/compile/attend_ops.py",
+        "fmoe/compile/delta_ops.py",
+        "fmoe/compile/head_ops.py",
+        "fmoe/compile/linear_ops.py",
+        "fmoe/compile/kernels/",
+    ),
     "fmoe.models": ("fmoe/architectures.py", "models/"),
 }
 

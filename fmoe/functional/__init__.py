@@ -38,6 +38,7 @@ from .moe import SharedPlan as SharedPlan
 from .moe import add_shared_expert as add_shared_expert
 from .moe import moe_layer as moe_layer
 from .moe import plan_shared_experts as plan_shared_experts
+from .moe import route_and_compute as route_and_compute
 from .norm import add_rms_norm as add_rms_norm
 from .norm import rms_norm as rms_norm
 from .norm import rms_norm_gated as rms_norm_gated

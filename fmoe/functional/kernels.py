@@ -15,7 +15,11 @@ from .routing import Routing, route_fused
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Functions that a model's forward pass calls; each has the signature of its default."""
+    """Functions that a model's forward pass calls; each has the signature of its default.
+
+    compute_moe: router, routing and experts in one, ``(x [T, D], MoEParams, RouterConfig) -> [T, D]``, without a
+        separate shared expert; None composes ``route`` and ``compute_experts``.
+    """
 
     route: Callable[..., Routing] = route_fused
     compute_experts: Callable[..., Tensor] = compute_experts_grouped
@@ -24,5 +28,6 @@ class Kernels:
     attend_decode: Callable[..., Tensor] = attend
     delta_prefill: Callable[..., Tensor] = delta_mix
     delta_decode: Callable[..., Tensor] = delta_mix
+    compute_moe: Callable[..., Tensor] | None = None
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
     linear: Callable[..., Tensor] = F.linear  # (x [..., D], w [N, D], bias [N] or None) -> [..., N]

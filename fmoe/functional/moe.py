@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from .experts import compute_experts_grouped
 from .kernels import Kernels
 from .mlp import MLPParams, mlp_layer
-from .routing import RouterConfig, router_logits
+from .routing import RouterConfig, Routing, route_fused, router_logits
 
 SharedExperts = Literal["auto", "fused", "separate"]
 
@@ -89,23 +90,51 @@ def moe_layer(
         x_TD: rows, T >= 0.
         params: weights; their shapes say what is fused.
         config: the routing rule.
-        kernels: implementations of route, compute_experts and, for a separate shared expert, linear.
+        kernels: implementations of compute_moe, or of route and compute_experts, and of a separate shared expert's
+            linear.
         decode: the rows are one token each of several sequences; takes ``compute_experts_decode``.
+
+    Returns:
+        A tensor like x.
+    """
+    if kernels.compute_moe is not None:
+        y_TD = kernels.compute_moe(x_TD, params, config)
+    else:
+        compute_experts = kernels.compute_experts_decode if decode else kernels.compute_experts
+        y_TD = route_and_compute(x_TD, params, config, route=kernels.route, compute_experts=compute_experts)
+    if params.shared is None:
+        return y_TD
+    return add_shared_expert(y_TD, x_TD, params.shared, linear=kernels.linear)
+
+
+def route_and_compute(
+    x_TD: Tensor,
+    params: MoEParams,
+    config: RouterConfig,
+    /,
+    *,
+    route: Callable[..., Routing] = route_fused,
+    compute_experts: Callable[..., Tensor] = compute_experts_grouped,
+) -> Tensor:
+    """Run the router's linear, the routing and the experts, one after the other.
+
+    Args:
+        x_TD: rows, T >= 0.
+        params: weights; a separate shared expert is not read.
+        config: the routing rule.
+        route: of the signature of ``route_fused``.
+        compute_experts: of the signature of ``compute_experts_grouped``.
 
     Returns:
         A tensor like x.
     """
     slots = params.w_down_EDF.shape[0] - config.num_experts
     logits_TE = router_logits(x_TD, params.w_router_ED, float32=config.float32_logits)
-    routing = kernels.route(logits_TE, params.bias_E, config, slots=slots)
+    routing = route(logits_TE, params.bias_E, config, slots=slots)
     if config.round_weights and config.float32_logits:
         # The float32 logits did not tell route the dtype in which this family multiplies.
         routing = routing._replace(weights_TK=routing.weights_TK.to(x_TD.dtype).float())
-    compute_experts = kernels.compute_experts_decode if decode else kernels.compute_experts
-    y_TD = compute_experts(x_TD, routing, params.w_gate_up_EPD, params.w_down_EDF)
-    if params.shared is None:
-        return y_TD
-    return add_shared_expert(y_TD, x_TD, params.shared, linear=kernels.linear)
+    return compute_experts(x_TD, routing, params.w_gate_up_EPD, params.w_down_EDF)
 
 
 def add_shared_expert(

@@ -4,8 +4,24 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from fmoe.compile.ops import compute_experts_cpu, compute_experts_op, delta_chunked_op
-from fmoe.functional import Routing, compute_experts_grouped, delta_recurrent
+from fmoe.compile.ops import (
+    compute_experts_op,
+    compute_experts_planned,
+    compute_moe_op,
+    delta_chunked_op,
+    encode_plans,
+    rule_from_numbers,
+    rule_to_numbers,
+)
+from fmoe.compile.plan import Plan, Row, moe_key
+from fmoe.functional import (
+    MoEParams,
+    RouterConfig,
+    Routing,
+    compute_experts_grouped,
+    delta_recurrent,
+    route_and_compute,
+)
 
 E, K, D, F = 7, 3, 24, 20
 H, KEY, VALUE = 3, 8, 10
@@ -52,7 +68,7 @@ def test_experts_op_equals_the_formula(tokens, rng):
 def test_experts_opcheck(tokens, rng):
     x, routing, w_gate_up, w_down = expert_inputs(tokens, rng)
 
-    opcheck(torch.ops.fmoe.experts.default, (x, *routing, w_gate_up, w_down))
+    opcheck(torch.ops.fmoe.experts.default, (x, *routing, w_gate_up, w_down, [], 0))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 64, 65, 200])
@@ -81,7 +97,7 @@ def test_experts_op_traces_in_float32_and_keeps_its_input(rng):
 
     y = torch.compile(block, fullgraph=True, backend="aot_eager")(*inputs)
 
-    torch.testing.assert_close(y, kept + compute_experts_cpu(*inputs))
+    torch.testing.assert_close(y, kept + compute_experts_planned(*inputs))
     assert torch.equal(inputs[0], kept)
 
 
@@ -90,8 +106,72 @@ def test_experts_op_traces_in_float32_and_keeps_its_input(rng):
 def test_every_choice_by_size_agrees(tokens, dtype, rng):
     inputs = expert_inputs(tokens, rng, dtype=dtype)
 
-    chosen, grouped = compute_experts_cpu(*inputs), compute_experts_grouped(*inputs)
+    chosen, grouped = compute_experts_planned(*inputs), compute_experts_grouped(*inputs)
 
     assert chosen.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(chosen, grouped, rtol=tolerance, atol=tolerance * grouped.abs().max().item())
+
+
+CONFIG = RouterConfig(E, K, renormalize=True)
+SHARED = 1
+
+
+def plan_of(name):
+    key = moe_key(E, K, SHARED, SHARED, D, F, torch.float32)
+    return encode_plans([Plan(key, (Row(2, name, (), "tuned"), Row(-1, "grouped", (), "tuned")))], "moe")
+
+
+def moe_inputs(tokens, rng):
+    x = torch.randn(tokens, D, generator=rng)
+    router = torch.randn(E + SHARED, D, generator=rng)
+    w_gate_up = torch.randn(E + SHARED, 2 * F, D, generator=rng)
+    return x, MoEParams(router, w_gate_up, torch.randn(E + SHARED, D, F, generator=rng), None, None)
+
+
+@pytest.mark.parametrize("name", ["per_slot", "loop", "dense", "grouped"])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_moe_op_runs_what_its_plan_names(tokens, name, rng, monkeypatch):
+    x, params = moe_inputs(tokens, rng)
+    ran = []
+    functions = {
+        known: lambda *inputs, known=known: ran.append(known) or compute_experts_grouped(*inputs)
+        for known in ("per_slot", "loop", "dense", "grouped")
+    }
+    monkeypatch.setattr("fmoe.compile.ops.FUNCTIONS", functions)
+
+    y = compute_moe_op(x, params, CONFIG, plans=plan_of(name))
+
+    assert ran == [name if tokens <= 2 else "grouped"]
+    torch.testing.assert_close(y, route_and_compute(x, params, CONFIG))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_moe_opcheck(tokens, rng):
+    x, params = moe_inputs(tokens, rng)
+    rule, scales = rule_to_numbers(CONFIG)
+    ((_, _, rows),) = plan_of("loop")
+
+    arguments = (x, params.w_router_ED, None, params.w_gate_up_EPD, params.w_down_EDF, rule, scales, list(rows))
+    opcheck(torch.ops.fmoe.moe.default, arguments)
+
+
+def test_a_rule_survives_its_numbers():
+    config = RouterConfig(
+        16, 3, scoring="sigmoid", renormalize=True, sum_eps=1e-20, sum_floor=0.5, scale=2.5, groups=4, groups_kept=2,
+        group_score="top2", float32_logits=True, round_weights=True,
+    )  # fmt: skip
+    for rule in (config, CONFIG):
+        ints, floats = rule_to_numbers(rule)
+        assert rule_from_numbers(tuple(ints), tuple(floats)) == rule
+    with pytest.raises(ValueError, match="rule has 1 and scales 0 numbers"):
+        rule_from_numbers((1,), ())
+
+
+def test_a_plan_is_found_by_the_shape_and_dtype_of_the_weights(rng):
+    x, params = moe_inputs(1, rng)
+    other = encode_plans([Plan(moe_key(E, K, 0, 0, D, F, torch.float32), (Row(-1, "dense", (), "tuned"),))], "moe")
+
+    y = compute_moe_op(x, params, CONFIG, plans=(*other, *plan_of("loop")))
+
+    torch.testing.assert_close(y, route_and_compute(x, params, CONFIG))

@@ -15,7 +15,15 @@ from fmoe.functional.experts import (
 )
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.mlp import MLPParams
-from fmoe.functional.moe import MoEParams, SharedParams, SharedPlan, add_shared_expert, moe_layer, plan_shared_experts
+from fmoe.functional.moe import (
+    MoEParams,
+    SharedParams,
+    SharedPlan,
+    add_shared_expert,
+    moe_layer,
+    plan_shared_experts,
+    route_and_compute,
+)
 from fmoe.functional.norm import add_rms_norm
 from fmoe.functional.routing import RouterConfig, Routing, fuse_router_weights, route_fused
 
@@ -286,8 +294,34 @@ def test_moe_layer_calls_the_kernels_it_is_given(rng):
     assert rms_error(y_TD, torch.stack(rows)) < TOLERANCES[torch.float32]
 
 
+def test_moe_layer_gives_a_whole_layer_to_compute_moe_and_adds_the_separate_shared_expert(rng):
+    params = make_params(make_shared(1, True, rng), rng)
+    x_TD = torch.randn(4, D, generator=rng)
+
+    def compute_moe(x_TD, given, config, /):
+        assert given is params
+        return 2.0 * route_and_compute(x_TD, given, config)
+
+    y_TD = moe_layer(x_TD, params, RULES["v2"], kernels=Kernels(compute_moe=compute_moe))
+
+    routed_TD = layer_by_loop(x_TD, params._replace(shared=None), RULES["v2"])
+    shared_TD = torch.stack([shared_by_loop(x_D[None], params.shared)[0] for x_D in x_TD])
+    assert rms_error(y_TD, 2.0 * routed_TD + shared_TD) < TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_route_and_compute_leaves_the_separate_shared_expert_out(rule, rng):
+    params = make_params(make_shared(1, True, rng), rng)
+    x_TD = torch.randn(5, D, generator=rng)
+
+    y_TD = route_and_compute(x_TD, params, RULES[rule], compute_experts=compute_experts_loop)
+
+    assert rms_error(y_TD, layer_by_loop(x_TD, params._replace(shared=None), RULES[rule])) < TOLERANCES[torch.float32]
+
+
 def test_kernels_default_to_the_references():
     kernels = Kernels()
+    assert kernels.compute_moe is None
     assert (kernels.route, kernels.compute_experts) == (route_fused, compute_experts_grouped)
     assert (kernels.attend_prefill, kernels.attend_decode) == (attend, attend)
     assert (kernels.delta_prefill, kernels.delta_decode) == (delta_mix, delta_mix)

@@ -7,6 +7,7 @@ from ..settings import settings_from_ints as settings_from_ints
 from ..settings import settings_to_ints as settings_to_ints
 from .layer import compute_experts_kernels as compute_experts_kernels
 from .layer import run_moe_layer as run_moe_layer
+from .layer import run_moe_layer_apart as run_moe_layer_apart
 from .route import Table as Table
 from .route import route_tokens as route_tokens
 from .route import tabulate as tabulate

@@ -5,11 +5,12 @@ F expert width, P = 2F.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fmoe.functional.routing import RouterConfig, Routing
 
-from ..settings import Settings
+from ..settings import Settings, default_settings
 from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
 from .moe_prefill import compute_experts_sorted
 from .route import route_tokens, tabulate
@@ -38,6 +39,28 @@ def check_stacks(x_TD: Tensor, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> 
         raise ValueError(f"x and the experts must have one dtype, got {[str(tensor.dtype) for tensor in tensors]}")
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("x and the experts must be contiguous; call .contiguous() once after loading")
+
+
+def check_router(x_TD: Tensor, w_router_RD: Tensor, bias_E: Tensor | None, config: RouterConfig, slots: int) -> None:
+    """Refuse a router that the kernels would read wrongly.
+
+    Raises:
+        ValueError: a shape, dtype or layout that does not fit.
+    """
+    rows, experts = w_router_RD.shape[0] - config.num_experts, config.num_experts
+    if w_router_RD.shape[1:] != x_TD.shape[1:] or rows not in (0, 1, slots):
+        raise ValueError(
+            f"w_router {tuple(w_router_RD.shape)} must be [{experts} experts + 0, 1 or {slots} gates, {x_TD.shape[1]}]"
+        )
+    if w_router_RD.dtype != x_TD.dtype or not w_router_RD.is_contiguous():
+        raise ValueError(
+            f"w_router must be contiguous {x_TD.dtype}, got {w_router_RD.dtype} with strides {w_router_RD.stride()}; "
+            "call .contiguous() once after loading"
+        )
+    if bias_E is not None and (
+        bias_E.shape != (experts,) or bias_E.dtype != torch.float32 or not bias_E.is_contiguous()
+    ):
+        raise ValueError(f"bias must be contiguous float32 [{experts}], got {bias_E.dtype} {tuple(bias_E.shape)}")
 
 
 def compute_experts_kernels(
@@ -98,10 +121,11 @@ def run_moe_layer(
     Returns:
         A tensor like x.
     """
+    slots = w_down_EDF.shape[0] - config.num_experts
     check_stacks(x_TD, w_gate_up_EPD, w_down_EDF)
+    check_router(x_TD, w_router_RD, bias_E, config, slots)
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
-    slots = w_down_EDF.shape[0] - config.num_experts
     if settings.path != "sorted":
         check_grid(x_TD.shape[0] * (config.top_k + slots))
     if settings.path == "slots" and settings.fuse_choice:
@@ -113,3 +137,58 @@ def run_moe_layer(
     if settings.path == "grouped":
         return compute_experts_tabled(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
     return compute_experts_sorted(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
+
+
+def run_moe_layer_apart(
+    x_TD: Tensor,
+    w_router_RD: Tensor,
+    bias_E: Tensor | None,
+    w_gate_up_EPD: Tensor,
+    w_down_EDF: Tensor,
+    config: RouterConfig,
+    settings: Settings,
+    /,
+    *,
+    beside: bool,
+) -> Tensor:
+    """Run the shared slots by themselves and add them, for sizes where their own launches cost less than fusing.
+
+    Args:
+        x_TD, w_router_RD, bias_E, w_gate_up_EPD, w_down_EDF, config: as in ``run_moe_layer``, S >= 1.
+        settings: of the routed experts.
+        beside: run them on a second stream, which joins before the sum.
+
+    Returns:
+        A tensor like x.
+    """
+    check_stacks(x_TD, w_gate_up_EPD, w_down_EDF)
+    experts = config.num_experts
+    if w_down_EDF.shape[0] == experts:
+        raise ValueError(f"the stacks hold {experts} experts and no shared slot; use run_moe_layer")
+    if x_TD.shape[0] == 0:
+        return torch.empty_like(x_TD)
+    routed = (x_TD, w_router_RD[:experts], bias_E, w_gate_up_EPD[:experts], w_down_EDF[:experts], config, settings)
+    shared = (x_TD, w_router_RD[experts:], w_gate_up_EPD[experts:], w_down_EDF[experts:])
+    if not beside:
+        return run_moe_layer(*routed) + _run_shared_slots(*shared)
+    main, side = torch.cuda.current_stream(x_TD.device), torch.cuda.Stream(x_TD.device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        shared_TD = _run_shared_slots(*shared)
+    routed_TD = run_moe_layer(*routed)
+    main.wait_stream(side)
+    # Whatever reuses the memory of shared_TD on the side stream waits for the main stream first.
+    shared_TD.record_stream(main)
+    return routed_TD + shared_TD
+
+
+def _run_shared_slots(x_TD: Tensor, w_gate_GD: Tensor, w_gate_up_SPD: Tensor, w_down_SDF: Tensor) -> Tensor:
+    """Every row through every slot, weighted by the sigmoid of its gate where there is one."""
+    (tokens, hidden), (slots, _, width) = x_TD.shape, w_down_SDF.shape
+    if w_gate_GD.shape[0]:
+        weights_TS = F.linear(x_TD, w_gate_GD).float().sigmoid().expand(tokens, slots).contiguous()
+    else:
+        weights_TS = torch.ones(tokens, slots, dtype=torch.float32, device=x_TD.device)
+    experts_TS = torch.arange(slots, dtype=torch.int32, device=x_TD.device).expand(tokens, slots).contiguous()
+    settings = default_settings(tokens, slots, slots, 0, hidden, width, x_TD.dtype)
+    return compute_experts_kernels(x_TD, Routing(weights_TS, experts_TS), w_gate_up_SPD, w_down_SDF, settings)
