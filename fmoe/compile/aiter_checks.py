@@ -16,7 +16,6 @@ from .aiter_kernels import (
     BIASED_GROUPED_TOPK,
     FUSED_MOE,
     GROUPED_TOPK,
-    SYMBOLS,
     TOPK_SOFTMAX,
     find_symbol,
     fused_experts,
@@ -34,14 +33,14 @@ class Disagreement(Exception):
     """A kernel computed something else than the reference; the message says which."""
 
 
-def import_submodules(module: ModuleType, importer: Callable[[str], ModuleType], /) -> None:
-    """Import the modules below AITER that hold names, where ``import aiter`` left them out.
+def import_submodules(symbols: tuple[str, ...], importer: Callable[[str], ModuleType], /) -> None:
+    """Import the modules that hold the names, since ``import aiter`` brings not all of them.
 
     Args:
-        module: the imported AITER.
+        symbols: the names found.
         importer: ``importlib.import_module``; only few files may import AITER.
     """
-    for name in sorted({symbol.rpartition(".")[0] for symbol in SYMBOLS} - {module.__name__}):
+    for name in sorted({symbol.rpartition(".")[0] for symbol in symbols}):
         importer(name)
 
 

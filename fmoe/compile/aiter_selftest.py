@@ -180,7 +180,7 @@ def _main(report: Path, task: dict[str, Any], importer: Callable[[str], ModuleTy
     try:
         record = AiterRecord(**{**task["record"], "symbols": tuple(task["record"]["symbols"])})
         module = importer("aiter")
-        import_submodules(module, importer)
+        import_submodules(record.symbols, importer)
         step = "self-test"
         outcome = _try_out(module, record, task["device"])
     except Disagreement as error:
