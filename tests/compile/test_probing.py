@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fmoe.compile import probe as probe_module
+from fmoe.compile import probing
 from fmoe.compile.aiter_selftest import Outcome
 from fmoe.compile.capabilities import AiterRecord, Capabilities
-from fmoe.compile.probe import probe, probe_aiter
 from fmoe.compile.probe_cache import cache_file
+from fmoe.compile.probing import probe, probe_aiter
 
 from .fake_aiter import HANGS, build, build_impostor
 
@@ -62,7 +62,7 @@ def test_without_an_amd_gpu_nothing_is_looked_for(
     code = """
         import importlib.util, subprocess, sys
         import torch
-        from fmoe.compile.probe import probe
+        from fmoe.compile.probing import probe
 
         def refuse(*arguments, **options):
             raise AssertionError(arguments)
@@ -129,7 +129,7 @@ def test_a_change_is_tried_out_anew(change: str, install: Callable[..., Path], m
     elif change == "arch":
         monkeypatch.setenv("FMOE_ASSUME_ARCH", "gfx950")
     else:
-        monkeypatch.setattr(probe_module, "VERSION", 99)
+        monkeypatch.setattr(probing, "VERSION", 99)
     assert not probe_aiter(CPU, selftest=fails).present
 
 

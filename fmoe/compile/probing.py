@@ -1,6 +1,5 @@
 """What one device can run, and why not what it cannot: the machine is asked in the order that harms least."""
 
-import functools
 import importlib.metadata
 import importlib.util
 import logging
@@ -41,7 +40,7 @@ def probe(device: torch.device, /, *, fresh: bool = False, selftest: SelfTest = 
         device_name=name,
         arch=arch,
         units=units,
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         triton=_probe_triton(device),
         aiter=probe_aiter(device, fresh=fresh, selftest=selftest),
         grouped_mm=_probe_grouped_mm(device),
@@ -58,7 +57,7 @@ def probe_aiter(device: torch.device, /, *, fresh: bool = False, selftest: SelfT
         key = cache_key(
             version=version,
             fingerprint=fingerprint(root),
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             device_type=device.type,
             arch=arch,
             selftest=VERSION,
@@ -128,7 +127,6 @@ def _triton_version() -> str:
     return "unknown"
 
 
-@functools.cache
 def _probe_grouped_mm(device: torch.device) -> Availability:
     """Multiply two small groups: no table says where every release's grouped product runs."""
     rows = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
@@ -138,5 +136,5 @@ def _probe_grouped_mm(device: torch.device) -> Availability:
         product = F.grouped_mm(rows, weights, offs=ends)
         right = bool((product == 16).all())
     except (RuntimeError, NotImplementedError, AttributeError) as error:
-        return Availability(False, f"torch's grouped_mm does not run here ({error})", torch.__version__)
-    return Availability(right, "" if right else "torch's grouped_mm computes wrong numbers", torch.__version__)
+        return Availability(False, f"torch's grouped_mm does not run here ({error})", str(torch.__version__))
+    return Availability(right, "" if right else "torch's grouped_mm computes wrong numbers", str(torch.__version__))
