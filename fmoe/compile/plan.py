@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from .settings import Target, default_settings, settings_to_ints
+from .settings import PATHS, Target, default_settings, settings_to_ints
 
 # How an operator runs. Of "moe": per_slot, loop, dense and grouped are the functions of functional/experts.py;
 # triton is the kernels; apart and beside are the kernels with the shared experts as a dense MLP, after the routed ones
@@ -29,6 +29,11 @@ Operator = Literal["moe", "linear"]
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LINEAR_BUCKETS = (1, 2, 4, 8)  # rows above are the library's
 NEAR = 4.0  # an entry stands in for token counts up to this ratio away
+
+# The kernels' first two paths have one program row for each (token, expert) pair, and a grid has no more rows.
+MAX_PAIRS = 65535
+KERNELS: tuple[Implementation, ...] = ("triton", "apart", "beside")
+UNBOUNDED: tuple[Implementation, ...] = ("grouped", "aiter", "library")  # their memory grows with the tokens alone
 
 # One operator of a table: token count -> entry.
 Entries = Mapping[int, "Entry"]
@@ -64,11 +69,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was measured to be best."""
+    """What was measured to be best.
+
+    timings: each candidate, as ``describe_choice`` writes it, with its microseconds or why it has none; for audit.
+    """
 
     implementation: Implementation
     settings: tuple[int, ...]
     us: float
+    timings: tuple[tuple[str, float | str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +175,35 @@ def _choose_row(
     allowed: Sequence[Implementation],
 ) -> Row:
     for name, entries in levels:
-        if entries:
-            near = min(entries, key=lambda tokens: (abs(math.log2(tokens / bucket)), tokens))
-            if 1 / NEAR <= near / bucket <= NEAR:
-                source = name if near == bucket else f"{name} at {near}"
-                return Row(bound, entries[near].implementation, entries[near].settings, source)
+        near = find_near(key, entries, bucket, bound)
+        if near is not None:
+            source = name if near == bucket else f"{name} at {near}"
+            return Row(bound, entries[near].implementation, entries[near].settings, source)
     implementation, settings = default_choice(key, device, bucket, allowed)
     return Row(bound, implementation, settings, "rule")
+
+
+def find_near(key: Key, entries: Entries, bucket: int, bound: int, /) -> int | None:
+    """Find the token count of the entry nearest to a bucket, by ratio, that runs up to its bound; None is too far.
+
+    Of two as near, the smaller count wins.
+    """
+    usable = [
+        tokens
+        for tokens, entry in entries.items()
+        if 1 / NEAR <= tokens / bucket <= NEAR and runs_up_to(key, entry.implementation, entry.settings, bound)
+    ]
+    return min(usable, key=lambda tokens: (abs(math.log2(tokens / bucket)), tokens), default=None)
+
+
+def runs_up_to(key: Key, implementation: Implementation, settings: tuple[int, ...], bound: int, /) -> bool:
+    """Say whether an implementation of an operator takes ``bound`` tokens; -1 is any number of them."""
+    if key.operator == "linear" or implementation in UNBOUNDED:
+        return True
+    if implementation in KERNELS and PATHS[settings[0]] == "sorted":
+        return True
+    pairs = bound * (key.sizes[1] + key.sizes[2])
+    return bound >= 0 and (implementation not in KERNELS or pairs <= MAX_PAIRS)
 
 
 def default_choice(
@@ -251,9 +282,15 @@ def select_implementation(values: Sequence[int], tokens: int, /) -> tuple[Implem
     raise AssertionError("the last row has no bound")
 
 
+def describe_choice(implementation: Implementation, settings: tuple[int, ...], /) -> str:
+    """Write an implementation with its settings in one word."""
+    return ":".join([implementation, *([",".join(map(str, settings))] if settings else [])])
+
+
 def entry_to_json(entry: Entry, /) -> dict[str, Any]:
     """Write an entry for a table in a file."""
-    return {"implementation": entry.implementation, "settings": list(entry.settings), "us": round(entry.us, 2)}
+    values = {"implementation": entry.implementation, "settings": list(entry.settings), "us": round(entry.us, 2)}
+    return values | ({"timings": dict(entry.timings)} if entry.timings else {})
 
 
 def entries_from_json(values: Any, /) -> dict[int, Entry]:
@@ -268,6 +305,10 @@ def entries_from_json(values: Any, /) -> dict[int, Entry]:
                 IMPLEMENTATIONS[IMPLEMENTATIONS.index(entry["implementation"])],
                 tuple(int(value) for value in entry["settings"]),
                 float(entry["us"]),
+                tuple(
+                    (str(name), value if isinstance(value, str) else float(value))
+                    for name, value in entry.get("timings", {}).items()
+                ),
             )
             for tokens, entry in values.items()
         }

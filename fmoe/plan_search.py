@@ -1,0 +1,256 @@
+"""Measure what a model's operators run best with on this machine, keep it, and plan by it."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fmoe.compile.autotune import Clock, Measure, Task, tune_keys
+from fmoe.compile.candidates import Candidate, list_candidates
+from fmoe.compile.device import describe_device
+from fmoe.compile.linear_ops import linear_planned
+from fmoe.compile.measure import make_measure
+from fmoe.compile.ops import compute_moe_op, moe_sizes
+from fmoe.compile.plan import (
+    BUCKETS,
+    LINEAR_BUCKETS,
+    NEAR,
+    Device,
+    Entry,
+    Implementation,
+    Key,
+    Plan,
+    Row,
+    bucket_bounds,
+    linear_key,
+    make_plan,
+    plan_to_ints,
+)
+from fmoe.compile.plan_tables import Tables, read_tables, write_entries
+from fmoe.compile.select import Requested, list_allowed
+from fmoe.compile.tune_ops import keep_compiling
+from fmoe.functional.moe import MoEParams
+from fmoe.functional.routing import RouterConfig
+
+from .loading import named_tensors
+
+LOG = logging.getLogger("fmoe")
+
+BATCH_SIZES = (1, 2, 4, 8, 16)
+MAX_TOKENS = 16384
+BUDGET_S = 60.0
+KEY_BUDGET_S = 2.0
+PREFILL_FROM = 32  # tokens; shorter prompts run as batches of their length do
+COMPILE_SHARE = 0.4  # of the budget
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What to measure, and for how long.
+
+    batch_sizes: of decode steps.
+    max_tokens: of a prompt, or of a chunk of it.
+    budget_s: for everything; what is not measured when it is over keeps its place in the tables or the rule.
+    key_budget_s: for one operator at one token count.
+    force: measure again what was measured on this machine.
+    """
+
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    max_tokens: int = MAX_TOKENS
+    budget_s: float = BUDGET_S
+    key_budget_s: float = KEY_BUDGET_S
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        for size in (*self.batch_sizes, self.max_tokens):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(
+                    f"batch_sizes={self.batch_sizes} and max_tokens={self.max_tokens} must be integers of at least 1"
+                )
+        for name in ("budget_s", "key_budget_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"{name}={value!r} must be a number of seconds, 0 or more")
+
+
+def list_buckets(key: Key, search: Search, /) -> list[int]:
+    """List the token counts to measure an operator at, decode first, then prompts with the widest steps first."""
+    buckets = BUCKETS if key.operator == "moe" else LINEAR_BUCKETS
+    ends = bucket_bounds(buckets)
+    decode = [
+        next(bucket for bucket, end in zip(buckets, ends, strict=True) if size <= end or end < 0)
+        for size in sorted(search.batch_sizes)
+        if key.operator == "moe" or size <= max(LINEAR_BUCKETS)
+    ]
+    prefill = [bucket for bucket in buckets if PREFILL_FROM <= bucket <= search.max_tokens]
+    # An entry stands in for its neighbours: when the time is over, every third count is better than the first third.
+    turns = [bucket for first in (1, 0, 2) for bucket in prefill[first::3]]
+    return list(dict.fromkeys([*decode, *turns]))
+
+
+def find_weights(params: Any, router: RouterConfig | None, keys: Sequence[Key], /) -> dict[Key, list[Any]]:
+    """Find the weights of each key: MoEParams, or the matrices of dense projections, layer by layer."""
+    found: dict[Key, list[Any]] = {key: [] for key in keys}
+    for layer in params.layers:
+        if isinstance(layer.mlp, MoEParams) and router is not None:
+            found.get(_moe_key(layer.mlp, router), []).append(layer.mlp)
+    for _, tensor in named_tensors(params):
+        if tensor.dim() == 2:
+            found.get(linear_key(tensor.shape[0], tensor.shape[1], tensor.dtype), []).append(tensor)
+    return {key: weights for key, weights in found.items() if weights}
+
+
+def _moe_key(params: MoEParams, router: RouterConfig) -> Key:
+    dtype = str(params.w_down_EDF.dtype).removeprefix("torch.")
+    return Key("moe", moe_sizes(params.w_router_ED, params.w_down_EDF, router), dtype)
+
+
+def search_plans(
+    params: Any,
+    router: RouterConfig | None,
+    keys: Sequence[Key],
+    device: torch.device,
+    /,
+    *,
+    requested: Requested,
+    search: Search,
+    progress: bool | None = None,
+    clock: Clock = time.monotonic,
+) -> tuple[Plan, ...]:
+    """Measure what was never measured here, keep it in the cache folder, and plan by all that is known.
+
+    Args:
+        params: the model's; read only.
+        router: the routing rule of its MoE layers.
+        keys: its operators.
+        device: where the parameters are.
+        requested: kernels asked for by name.
+        search: what to measure.
+        progress: show a bar; None does so on a terminal only.
+        clock: seconds.
+
+    Returns:
+        One plan for each key, in their order.
+
+    Raises:
+        RuntimeError: called while a graph is captured or traced, or kernels asked for by name cannot run.
+    """
+    _check_not_captured(device)
+    described = describe_device(device)
+    tables = read_tables(described)
+    allowed = {key: list_allowed(key, device, requested=requested) for key in keys}
+    weights = find_weights(params, router, keys)
+    tasks = _list_tasks([key for key in keys if key in weights], described, allowed, tables, search)
+    found: dict[Key, dict[int, Entry]] = {}
+    if tasks:
+        with (
+            torch.inference_mode(),
+            torch.autocast(device.type, enabled=False),
+            tqdm(
+                total=len(tasks),
+                desc="tuning",
+                unit="sizes",
+                file=sys.stderr,
+                disable=None if progress is None else not progress,
+            ) as bar,
+        ):
+            found = _measure_tasks(tasks, described, device, weights, router, search, clock, bar.update)
+    tuned = {key: {**tables.tuned.get(str(key), {}), **found.get(key, {})} for key in keys}
+    return tuple(
+        make_plan(key, described, tuned=tuned[key], shipped=tables.shipped.get(str(key)), allowed=allowed[key])
+        for key in keys
+    )
+
+
+def _check_not_captured(device: torch.device) -> None:
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if captured or torch.compiler.is_compiling():
+        raise RuntimeError("tuning was started inside a captured or compiled region; call fmoe.tune before it")
+
+
+def _list_tasks(
+    keys: Sequence[Key],
+    device: Device,
+    allowed: Mapping[Key, Sequence[Implementation]],
+    tables: Tables,
+    search: Search,
+) -> list[Task]:
+    """List what to measure, the decode steps of all operators first."""
+    sizes = [(key, turn, tokens) for key in keys for turn, tokens in enumerate(list_buckets(key, search))]
+    sizes.sort(key=lambda size: (size[2] >= PREFILL_FROM, size[1]))
+    tasks = []
+    for key, _, tokens in sizes:
+        tuned = tables.tuned.get(str(key), {})
+        if tokens in tuned and not search.force:
+            continue
+        near = [*_find_near(tuned, tokens), *_find_near(tables.shipped.get(str(key), {}), tokens)]
+        candidates = list_candidates(key, device, tokens, allowed[key], near=near)
+        if len(candidates) > 1:
+            tasks.append(Task(key, tokens, tuple(candidates)))
+    return tasks
+
+
+def _find_near(entries: Mapping[int, Entry], tokens: int) -> list[Entry]:
+    near = [count for count in entries if 1 / NEAR <= count / tokens <= NEAR]
+    return [entries[count] for count in sorted(near, key=lambda count: max(count / tokens, tokens / count))]
+
+
+def _measure_tasks(
+    tasks: list[Task],
+    described: Device,
+    device: torch.device,
+    weights: Mapping[Key, Sequence[Any]],
+    router: RouterConfig | None,
+    search: Search,
+    clock: Clock,
+    update: Callable[[], object],
+) -> dict[Key, dict[int, Entry]]:
+    start = clock()
+    routers = {} if router is None else {task.key: router for task in tasks if task.key.operator == "moe"}
+    tasks = keep_compiling(tasks, described, routers, budget_s=COMPILE_SHARE * search.budget_s)
+    run = make_run(router)
+
+    def prepare(key: Key, tokens: int) -> Measure:
+        reference: Literal["grouped", "library"] = "grouped" if key.operator == "moe" else "library"
+        return make_measure(key, tokens, device, run, weights[key], reference=reference)
+
+    def keep(key: Key, tokens: int, entry: Entry) -> None:
+        chosen = Candidate(entry.implementation, entry.settings)
+        LOG.debug("tuned %s at %d tokens: %s, %.1f us", key, tokens, chosen, entry.us)
+        write_entries(described, key, {tokens: entry})
+
+    return tune_keys(
+        tasks,
+        prepare,
+        clock,
+        budget_s=search.budget_s - (clock() - start),
+        key_budget_s=search.key_budget_s,
+        keep=keep,
+        advance=update,
+    )
+
+
+def make_run(router: RouterConfig | None, /) -> Callable[[Implementation, tuple[int, ...], Tensor, Any], Tensor]:
+    """Make the function that runs an operator in a given way, through the ops that a model runs.
+
+    Args:
+        router: the routing rule of the MoE layers.
+    """
+
+    def run(implementation: Implementation, settings: tuple[int, ...], x_TD: Tensor, weights: Any) -> Tensor:
+        if not isinstance(weights, MoEParams):
+            key = linear_key(weights.shape[0], weights.shape[1], weights.dtype)
+            rows = plan_to_ints(Plan(key, (Row(-1, implementation, settings, "candidate"),)))
+            return linear_planned(x_TD, weights, plans=((tuple(weights.shape), weights.dtype, rows),))
+        assert router is not None
+        rows = plan_to_ints(Plan(_moe_key(weights, router), (Row(-1, implementation, settings, "candidate"),)))
+        plans = ((tuple(weights.w_down_EDF.shape), x_TD.dtype, rows),)
+        return compute_moe_op(x_TD, weights, router, plans=plans)
+
+    return run
