@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from fmoe.compile import aiter_ops
 
@@ -42,5 +41,4 @@ def register() -> Iterator[Callable[[Backend], None]]:
 def registered(backend, register) -> Backend:
     """Give the ops the AITER under test."""
     register(backend)
-    torch.manual_seed(0)
     return backend
