@@ -108,11 +108,13 @@ def default_attend_settings(
     """
     wide, rows = dtype.itemsize > 2, 16
     block = 64 if size <= 256 else 32
-    if wide or target == "hip":
+    if target == "hip":
         block = 32 if size <= 128 else 16
+    if wide:
+        block = 16
     programs = batch * kv_heads * -(-heads // (kv_heads * rows))
     splits = min(-(-PROGRAMS // programs), -(-slots // block), MOST_SPLITS)
-    return AttendSettings(max(splits, 1), block, rows, 4, 2 if target == "cuda" else 1)
+    return AttendSettings(max(splits, 1), block, rows, 4, 3 if target == "cuda" else 1)
 
 
 def default_head_settings(batch: int, dtype: torch.dtype, *, target: Target = "cuda") -> HeadSettings:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:Conversion of an array with ndi
 SETTINGS = AttendSettings(splits=3, slots=16, heads=16, warps=4, stages=2, channels=16)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 # B, H, J, C, U, M
-SHAPES = [(1, 3, 3, 32, 32, 1), (3, 6, 2, 24, 24, 77), (2, 10, 2, 96, 96, 50), (2, 18, 1, 72, 40, 35)]
+SHAPES = [(1, 3, 3, 32, 32, 1), (3, 6, 2, 24, 24, 77), (2, 10, 2, 96, 96, 37), (2, 18, 1, 72, 40, 35)]
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +76,11 @@ def test_masked_attention_equals_the_formula(shape, dtype, rng):
     assert_close(y, attend(q.double(), k[:, :, :M].double(), v[:, :, :M].double(), mask, scale=0.3))
 
 
-@pytest.mark.parametrize(("window", "gated"), [(None, True), (1, False), (20, True), (1000, False)])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window", "gated"),
+    [(torch.float32, None, True), (torch.float16, 1, False), (torch.float16, 20, True), (torch.float32, 1000, False)],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_attention_by_lengths_equals_the_formula(shape, dtype, window, gated, rng):
     q, k, v = inputs(shape, dtype, rng)
@@ -92,7 +95,7 @@ def test_attention_by_lengths_equals_the_formula(shape, dtype, window, gated, rn
     assert_close(y, expected)
 
 
-@pytest.mark.parametrize(("splits", "slots"), [(1, 16), (2, 32), (5, 16), (128, 32)])
+@pytest.mark.parametrize(("splits", "slots"), [(1, 16), (2, 32), (11, 16)])
 def test_any_number_of_splits(splits, slots, rng):
     q, k, v = inputs((3, 4, 2, 40, 40, 70), torch.float32, rng)
     settings = AttendSettings(splits, slots, 16, 4, 1)
@@ -161,13 +164,19 @@ def step_by_reference(projected, norm, cache, placement, *, heads, gated, mask):
 
 
 # B, H, J, C, M, rotated channels
-STEPS = [(3, 6, 2, 24, 40, 24), (2, 9, 1, 96, 50, 32), (3, 20, 1, 40, 33, 20), (1, 4, 2, 64, 9, 16)]
+STEPS = [(3, 6, 2, 24, 40, 24), (2, 9, 1, 96, 35, 32), (2, 20, 1, 40, 33, 20), (1, 4, 2, 64, 9, 16)]
 
 
 @pytest.mark.parametrize(
-    ("window", "gated", "norm"), [(None, True, "float32"), (12, False, "model"), (1, True, "none")]
+    ("dtype", "window", "gated", "norm"),
+    [
+        (torch.float32, None, True, "float32"),
+        (torch.float16, None, True, "float32"),
+        (torch.float16, 12, False, "model"),
+        (torch.float32, 1, True, "none"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", STEPS, ids=str)
 def test_a_step_equals_the_functions_it_replaces(shape, dtype, window, gated, norm, rng):
     B, H, J, C, M, rotated = shape
@@ -209,8 +218,8 @@ def test_the_ops_keep_their_schemas(rng):
     gate, ints = draw(rng, torch.float32, 2, 6 * 24), decode_settings_to_ints(SETTINGS)
     k, v = k.nan_to_num(), v.nan_to_num()
 
-    opcheck(torch.ops.fmoe.attend_decode.default, (q, k, v, mask, None, None, 0.2, 0, ints))
-    opcheck(torch.ops.fmoe.attend_decode.default, (q, k, v, None, lengths, gate, 0.2, 5, []))
+    opcheck(torch.ops.fmoe.attend_decode.default, (q[:1], k[:1], v[:1], mask[:1], None, None, 0.2, 0, []))
+    opcheck(torch.ops.fmoe.attend_decode.default, (q, k, v, None, lengths, gate, 0.2, 5, ints))
     projected, norm = draw(rng, torch.float32, 2, 1, 10 * 24), draw(rng, torch.float32, 8, 24)
     cos, sin = torch.rand(2, 1, 6, generator=rng), torch.rand(2, 1, 6, generator=rng)
     opcheck(
