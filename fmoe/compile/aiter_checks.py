@@ -135,6 +135,7 @@ def _check_experts(module: ModuleType, record: AiterRecord, device: torch.device
         )
     )
     routing = route(torch.randn(TOKENS, experts, generator=rng).to(device), None, RouterConfig(experts, top_k))
+    routing = Routing(*(table_TK.contiguous() for table_TK in routing))
     stacks = shuffle_weights(w_gate_up_EPD), shuffle_weights(w_down_EDF)  # every release reads this layout
     output_TD = fused_experts(module, record, x_TD, *routing, *stacks, shuffled=True)
     expected_TD = compute_experts_grouped(x_TD.float(), routing, w_gate_up_EPD.float(), w_down_EDF.float())

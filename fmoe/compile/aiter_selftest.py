@@ -24,6 +24,7 @@ import torch
 
 from . import process_tree
 from .aiter_checks import Disagreement, absent_symbols, check_kernels, import_submodules
+from .aiter_kernels import WAY_OUT
 from .capabilities import AiterRecord
 
 logger = logging.getLogger("fmoe")
@@ -186,7 +187,8 @@ def _main(report: Path, task: dict[str, Any], importer: Callable[[str], ModuleTy
     except Disagreement as error:
         outcome = Outcome(False, f"aiter {task['record']['version']} computes wrong numbers: {error}", ())
     except BaseException as error:
-        outcome = Outcome(False, f"aiter's {step} raised {describe(error)}", ())
+        said = describe(error).removesuffix(f"; {WAY_OUT}")  # advice for those who asked for AITER by name
+        outcome = Outcome(False, f"aiter's {step} raised {said}", ())
     part = report.with_suffix(".part")
     part.write_text(json.dumps(outcome._asdict()) + "\n", encoding="utf-8")
     part.replace(report)

@@ -3,19 +3,19 @@
 import logging
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
 from fmoe.compile import process_tree
-from fmoe.compile.aiter_kernels import SYMBOLS
+from fmoe.compile.aiter_kernels import BIASED_GROUPED_TOPK, FUSED_MOE, GROUPED_TOPK, SYMBOLS, TOPK_SOFTMAX
 from fmoe.compile.aiter_selftest import LIMIT_S, Outcome, describe, run_selftest, shorten
 from fmoe.compile.aiter_static import find_version, read_installation
 
+from ..contract.standin.build import make_standin
 from .fake_aiter import FIVE, HANGS, IMPORTS, KERNEL, SEVEN, WRONG_IDS, WRONG_WEIGHTS, build, build_without_ops
-
-TOPK = "aiter.topk_softmax"
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_an_installation_that_works(
     version: str, parameters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = build(tmp_path, version=version, parameters=parameters)
-    assert try_out(root, monkeypatch) == Outcome(True, "", (TOPK,))
+    assert try_out(root, monkeypatch) == Outcome(True, "", (TOPK_SOFTMAX,))
 
 
 @pytest.mark.parametrize("kind", IMPORTS)
@@ -66,12 +66,42 @@ def test_a_kernel_that_is_wrong(kernel: str, reason: str, tmp_path: Path, monkey
     outcome = try_out(build(tmp_path, kernel=kernel), monkeypatch)
     assert not outcome.ok
     assert reason in outcome.reason
+    assert "--kernels" not in outcome.reason
+
+
+@pytest.mark.parametrize("version", ["v0.1.7", "v0.1.20"])
+def test_every_kernel_is_compared(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = try_out(make_standin(tmp_path, version=version), monkeypatch)
+    assert outcome == Outcome(True, "", (TOPK_SOFTMAX, BIASED_GROUPED_TOPK, GROUPED_TOPK, FUSED_MOE))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("biased_grouped_topk_hip", "biased_grouped_topk_hip: wrong ids"),
+        ("grouped_topk", " grouped_topk: wrong ids"),
+        ("fused_moe", "fused_moe: relative error"),
+    ],
+)
+def test_each_kernel_can_be_wrong(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_standin(tmp_path, version="v0.1.20")
+    file = tmp_path / "aiter" / ("fused_moe.py" if name == "fused_moe" else "ops/topk.py")
+    spoilt = f"""
+        right_{name} = {name}
+
+        def {name}(first, *rest, **options):
+            return right_{name}(first + first.roll(1, -1), *rest, **options)
+    """
+    file.write_text(file.read_text() + textwrap.dedent(spoilt))
+    outcome = try_out(tmp_path, monkeypatch)
+    assert not outcome.ok
+    assert reason in outcome.reason
 
 
 def test_an_import_that_leaves_the_names_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = try_out(build_without_ops(tmp_path), monkeypatch)
     assert not outcome.ok
-    assert f"imports without {TOPK}" in outcome.reason
+    assert f"imports without {TOPK_SOFTMAX}" in outcome.reason
 
 
 def test_a_hanging_import_is_given_up_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
