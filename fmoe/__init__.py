@@ -12,3 +12,4 @@ from .model import Model as Model
 from .model import load as load
 from .prompts import decode as decode
 from .prompts import encode as encode
+from .tuning import tune as tune

@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from .checkpoint import read_config
-from .cli_options import choosing, command, loading, running, sampling, split_options, switches
+from .cli_machine import tune_command
+from .cli_options import choosing, command, loading, quiet_progress, running, sampling, split_options, switches
 from .completion import StreamedToken
 from .generation import BATCH_SIZE, generate, stream_tokens
 from .info import describe
@@ -110,7 +111,7 @@ def generate_command(
         _stream_text(model, prompts[0], **options)
         return
     start = time.perf_counter()
-    done = generate(model, prompts, logprobs=logprobs, batch_size=batch_size, progress=_progress(quiet), **options)
+    done = generate(model, prompts, logprobs=logprobs, batch_size=batch_size, progress=quiet_progress(quiet), **options)
     seconds = time.perf_counter() - start
     for i, completion in enumerate(done):
         if as_json:
@@ -132,13 +133,9 @@ def _check_options(*, logprobs: int | None = None, **options: Any) -> None:
     resolve_options(Defaults(), vocab_size=sys.maxsize, logprobs=logprobs, **options)
 
 
-def _progress(quiet: bool) -> bool | None:
-    return False if quiet else None
-
-
 def _load(path: str, quiet: bool, **options: Any) -> Model:
     start = time.perf_counter()
-    model = load(path, progress=_progress(quiet), **options)
+    model = load(path, progress=quiet_progress(quiet), **options)
     seconds = time.perf_counter() - start
     name = str(model.dtype).removeprefix("torch.")
     LOG.info("loaded %s in %.1f s: %s on %s", path, seconds, name, model.device)
@@ -253,3 +250,6 @@ def info_command(path: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Describe a model and what it needs on this machine, without loading its weights."""
     info = describe(path, **options)
     click.echo(json.dumps(asdict(info)) if as_json else format_info(info))
+
+
+main.add_command(tune_command)

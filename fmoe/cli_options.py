@@ -70,14 +70,15 @@ loading = options(
         help="auto compiles on a GPU and for long work.",
     ),
 )
+kernels_option = click.option(
+    "--kernels",
+    type=click.Choice(get_args(Requested)),
+    default="auto",
+    show_default=True,
+    help="Fused kernels: those that can run here, none, or one kind, which must run.",
+)
 choosing = options(
-    click.option(
-        "--kernels",
-        type=click.Choice(get_args(Requested)),
-        default="auto",
-        show_default=True,
-        help="Fused kernels: those that can run here, none, or one kind, which must run.",
-    ),
+    kernels_option,
     click.option(
         "--tune",
         type=click.Choice(get_args(Tune)),
@@ -117,6 +118,11 @@ def split_options(options: Mapping[str, Any], /) -> tuple[dict[str, Any], dict[s
     """Part what load takes from the rest."""
     rest = dict(options)
     return {name: rest.pop(name) for name in LOADING if name in rest}, rest
+
+
+def quiet_progress(quiet: bool, /) -> bool | None:
+    """Give the ``progress`` of load and generate: no bar where quiet, else a bar on a terminal."""
+    return False if quiet else None
 
 
 def command(function: Command) -> Command:

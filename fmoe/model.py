@@ -22,6 +22,7 @@ from .checkpoint import open_checkpoint, stored_dtype
 from .loading import check_params, load_params
 from .options import Defaults, read_defaults
 from .placing import resolve_device, resolve_dtype
+from .plan_search import Search, search_plans
 from .planning import Tune, check_tune, list_keys, plan_layers
 from .text import Text, load_text
 
@@ -177,6 +178,11 @@ def load(
     if shared_experts == "auto":
         _log_separate_experts(config)
     plans = plan_layers(list_keys(params, config), resolved_device, requested=kernels, tune=tune)
+    if tune == "search":
+        keys = [plan.key for plan in plans]
+        plans = search_plans(
+            params, config.router, keys, resolved_device, requested=kernels, search=Search(), progress=progress
+        )
     eager, graphs = _make_steps(architecture, config, resolved_device, plans)
     return Model(
         folder=folder,

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 
 from fmoe.compile.device import describe_device
-from fmoe.compile.plan import Key, Plan, linear_key, make_plan, moe_key
+from fmoe.compile.plan import Key, Plan, describe_choice, linear_key, make_plan, moe_key
 from fmoe.compile.plan_tables import read_tables
 from fmoe.compile.select import Requested, list_allowed
 from fmoe.functional.moe import MoEParams
@@ -49,6 +49,18 @@ def _find_projections(values: object) -> Iterable[torch.Tensor]:
     elif isinstance(values, tuple):
         for value in values:
             yield from _find_projections(value)
+
+
+def format_plans(plans: Iterable[Plan], /) -> str:
+    """Write plans as a table: operator, up to how many tokens, what runs, and where the choice comes from."""
+    lines = []
+    for plan in plans:
+        lines.append(str(plan.key))
+        for row in plan.rows:
+            bound = f"up to {row.bound}" if row.bound >= 0 else "more"
+            choice = describe_choice(row.implementation, row.settings)
+            lines.append(f"  {bound:>12}  {row.source:14}  {choice}")
+    return "\n".join(lines)
 
 
 def plan_layers(keys: Iterable[Key], device: torch.device, /, *, requested: Requested, tune: Tune) -> tuple[Plan, ...]:

@@ -7,12 +7,14 @@ from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fmoe.functional.cache import DeltaCache
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams, delta_mix
 from fmoe.functional.kernels import Kernels
 
+from .linear_ops import keep_kernels, linear_planned
 from .ops import (
     compute_experts_few,
     compute_experts_op,
@@ -85,11 +87,12 @@ def choose(device: torch.device, /, *, compiled: bool, plans: Iterable[Plan] = (
         Kernels.
     """
     plans = tuple(plans)
-    moe = encode_plans(plans, "moe")
+    moe, linear = encode_plans(plans, "moe"), keep_kernels(encode_plans(plans, "linear"))
     fused = any(row.implementation in ("triton", "apart", "beside") for plan in plans for row in plan.rows)
     return Kernels(
         compute_moe=partial(compute_moe_op, plans=moe) if fused else None,
         compute_experts=partial(compute_experts_op if compiled else compute_experts_planned, plans=moe),
         compute_experts_decode=partial(compute_experts_few if compiled else compute_experts_planned, plans=moe),
         delta_prefill=delta_prefill_op if compiled else delta_mix,
+        linear=partial(linear_planned, plans=linear) if linear else F.linear,
     )

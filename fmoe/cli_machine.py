@@ -1,0 +1,77 @@
+"""Commands about this machine: ``fmoe tune``."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from .cli_options import command, kernels_option, loading, quiet_progress, running, split_options, switches
+from .model import load
+from .plan_search import BATCH_SIZES, BUDGET_S, KEY_BUDGET_S, MAX_TOKENS
+from .planning import format_plans
+from .tuning import export_tuned, tune
+
+
+def _read_sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} must be whole numbers with commas between, such as 1,4,16") from None
+
+
+@click.command("tune")
+@loading
+@kernels_option
+@running
+@click.option(
+    "--batch-sizes",
+    default=",".join(map(str, BATCH_SIZES)),
+    show_default=True,
+    callback=_read_sizes,
+    metavar="N,N,...",
+    help="Sequences that will be decoded together.",
+)
+@click.option("--max-tokens", type=int, default=MAX_TOKENS, show_default=True, help="Longest prompt to come.")
+@click.option("--budget", type=float, default=BUDGET_S, show_default=True, help="Seconds for everything.")
+@click.option(
+    "--key-budget", type=float, default=KEY_BUDGET_S, show_default=True, help="Seconds for one operator and size."
+)
+@click.option("--force", is_flag=True, help="Measure again what was measured on this machine.")
+@click.option("--out", type=click.Path(dir_okay=False), help="Also write what was found as a table to ship.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per operator and line.")
+@switches
+@command
+def tune_command(
+    path: str,
+    batch_sizes: tuple[int, ...],
+    max_tokens: int,
+    budget: float,
+    key_budget: float,
+    force: bool,
+    out: str | None,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Measure what a model's operators run best with here; later loads take it from the cache."""
+    loading_options, _ = split_options(options)
+    progress = quiet_progress(quiet)
+    model = load(path, progress=progress, **loading_options)
+    tuned = tune(
+        model,
+        batch_sizes=batch_sizes,
+        max_tokens=max_tokens,
+        budget_s=budget,
+        key_budget_s=key_budget,
+        progress=progress,
+        force=force,
+    )
+    if as_json:
+        for plan in tuned.plans:
+            rows = [asdict(row) for row in plan.rows]
+            click.echo(json.dumps({"key": str(plan.key), "rows": rows}))
+    else:
+        click.echo(format_plans(tuned.plans))
+    if out is not None:
+        export_tuned(tuned, out)
