@@ -1,0 +1,136 @@
+"""Ops of one decode step between the projections: DeltaNet, and residual with norm. They exist where Triton does.
+
+``delta_decode_`` writes the cache, and its schema says so. The wrappers have the signatures of the functions in
+fmoe/functional that they replace.
+
+Letters: B sequences, T tokens, D hidden, W taps, N channels, G key heads, H value heads, K key and V value channels.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from fmoe.functional.cache import DeltaCache
+from fmoe.functional.deltanet import DeltaConfig, DeltaParams
+
+from .delta_settings import (
+    DeltaSettings,
+    default_delta_settings,
+    delta_settings_from_ints,
+    delta_settings_to_ints,
+)
+from .settings import Target
+
+LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
+
+if find_spec("triton"):
+    from .kernels.add_norm import add_rms_norm_rows, rms_norm_rows
+    from .kernels.delta_decode import decode_delta_
+
+    LIBRARY.define(
+        "delta_decode_(Tensor projected, Tensor(a!) window, Tensor(b!) state, Tensor w_conv, Tensor decay, "
+        "Tensor dt_bias, Tensor norm, Tensor(c!)? arrivals, int key_heads, float eps, int[] settings) -> Tensor"
+    )
+    LIBRARY.define(
+        "add_rms_norm(Tensor x, Tensor branch, Tensor weight, float eps, bool pdl=False) -> (Tensor, Tensor)"
+    )
+    LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps, bool pdl=False) -> Tensor")
+
+    def _delta_decode_(
+        projected: Tensor,
+        window: Tensor,
+        state: Tensor,
+        w_conv: Tensor,
+        decay: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        arrivals: Tensor | None,
+        key_heads: int,
+        eps: float,
+        settings: list[int],
+    ) -> Tensor:
+        _, heads, key_size, value_size = state.shape
+        config = DeltaConfig(key_heads, heads, key_size, value_size, w_conv.shape[0], eps)
+        chosen = delta_settings_from_ints(settings)
+        return decode_delta_(
+            projected, window, state, w_conv, decay, dt_bias, norm, config, chosen, arrivals_BG=arrivals
+        )
+
+    def _delta_decode_fake(projected: Tensor, window: Tensor, state: Tensor, *_: object) -> Tensor:
+        return projected.new_empty(projected.shape[0], 1, state.shape[1] * state.shape[3])
+
+    def _add_rms_norm(
+        x: Tensor, branch: Tensor, weight: Tensor, eps: float, pdl: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm_rows(x, branch, weight, eps=eps, pdl=pdl)
+
+    def _add_rms_norm_fake(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape), x.new_empty(x.shape)
+
+    def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
+        return rms_norm_rows(x, weight, eps=eps, pdl=pdl)
+
+    def _rms_norm_fake(x: Tensor, *_: object) -> Tensor:
+        return x.new_empty(x.shape)
+
+    LIBRARY.impl("delta_decode_", _delta_decode_, "CompositeExplicitAutograd")
+    LIBRARY.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
+    LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
+    torch.library.register_fake("fmoe::delta_decode_", _delta_decode_fake, lib=LIBRARY)
+    torch.library.register_fake("fmoe::add_rms_norm", _add_rms_norm_fake, lib=LIBRARY)
+    torch.library.register_fake("fmoe::rms_norm", _rms_norm_fake, lib=LIBRARY)
+
+
+def delta_decode_op(
+    projected_BTN: Tensor,
+    cache: DeltaCache,
+    params: DeltaParams,
+    config: DeltaConfig,
+    /,
+    *,
+    settings: DeltaSettings | None = None,
+    arrivals_BG: Tensor | None = None,
+) -> Tensor:
+    """``delta_mix`` for one token of each sequence, in one launch that writes the cache.
+
+    Args:
+        projected_BTN: T = 1.
+        cache: read and written.
+        params: weights of the layer.
+        config: sizes.
+        settings: value heads and columns of a program; None takes the rule.
+        arrivals_BG: int32 zeros, for settings that divide a key head's value heads.
+
+    Returns:
+        [B, 1, H * V], the dtype of the projection.
+    """
+    target: Target = "hip" if torch.version.hip else "cuda"
+    chosen = settings or default_delta_settings(config, projected_BTN.shape[0], target=target)
+    y_BTN: Tensor = torch.ops.fmoe.delta_decode_(
+        projected_BTN,
+        *cache,
+        params.w_conv_WN,
+        params.decay_H,
+        params.dt_bias_H,
+        params.norm_V,
+        arrivals_BG,
+        config.key_heads,
+        config.eps,
+        delta_settings_to_ints(chosen),
+    )
+    return y_BTN
+
+
+def add_rms_norm_op(
+    x_D: Tensor, branch_D: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm`` in one launch."""
+    y_D, total_D = torch.ops.fmoe.add_rms_norm(x_D, branch_D, weight_D, eps, pdl)
+    return y_D, total_D
+
+
+def rms_norm_op(x_D: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool = False) -> Tensor:
+    """``rms_norm`` over a weight of one dimension, in one launch."""
+    y_D: Tensor = torch.ops.fmoe.rms_norm(x_D, weight_D, eps, pdl)
+    return y_D

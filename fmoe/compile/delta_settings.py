@@ -1,0 +1,77 @@
+"""Settings of the DeltaNet decode kernel: plain frozen values, and what holds untuned.
+
+Letters: B sequences, G key heads, H value heads, K key channels, V value channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from fmoe.functional.deltanet import DeltaConfig
+
+from .settings import Target
+
+TILE = 32768  # elements of the state that one program holds at most: 64 registers of each of 512 threads
+MANY = 256  # programs from which on several run on one multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSettings:
+    """What the launch function of DeltaNet decode leaves open.
+
+    heads: value heads of one key head that one program serves, a divisor of H / G; 0 is all of them. With fewer, the
+        programs that share a key head count in ``arrivals`` which of them comes last and moves its window.
+    columns: of the state, that one program holds at a time, a power of two.
+    pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later. The state and the window are then
+        read before the launch in front is over, so that one must not write them.
+    """
+
+    heads: int
+    columns: int
+    warps: int
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads < 0:
+            raise ValueError(f"heads={self.heads} must be 0, or a divisor of the value heads of one key head")
+        for name, least in (("columns", 1), ("warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two")
+
+
+def delta_settings_to_ints(settings: DeltaSettings) -> list[int]:
+    """Write settings as integers, for an op's ``int[]`` argument."""
+    return [int(value) for value in astuple(settings)]
+
+
+def delta_settings_from_ints(values: Sequence[int]) -> DeltaSettings:
+    """Read what ``delta_settings_to_ints`` wrote."""
+    if len(values) != 4:
+        raise ValueError(f"{len(values)} integers came; settings of DeltaNet are 4, as delta_settings_to_ints writes")
+    heads, columns, warps, pdl = values
+    return DeltaSettings(heads, columns, warps, bool(pdl))
+
+
+def default_delta_settings(config: DeltaConfig, batch: int, /, *, target: Target = "cuda") -> DeltaSettings:
+    """Choose settings by rule: few sequences take the state at once, many share it among more, smaller programs.
+
+    Args:
+        config: sizes of the layer.
+        batch: B.
+        target: what the kernel is compiled for; AMD's warps have twice the lanes.
+
+    Returns:
+        DeltaSettings with all value heads of a key head in one program, which needs no count of arrivals.
+    """
+    rows = _round_up(config.value_heads // config.key_heads) * _round_up(config.key_size)
+    values = _round_up(config.value_size)
+    tile = TILE // 4
+    if batch * config.key_heads < MANY:
+        tile = TILE if rows * values <= TILE else TILE // 2
+    columns = min(values, max(tile // rows, 1))
+    lanes = 32 if target == "cuda" else 64
+    return DeltaSettings(0, columns, min(max(rows * columns // (64 * lanes), 1), 512 // lanes))
+
+
+def _round_up(size: int) -> int:
+    return 1 << (size - 1).bit_length()
