@@ -27,6 +27,7 @@ def source_files() -> set[str]:
     """List what a wheel must hold, under the names that it has there."""
     paths = [path for top in ("fmoe", "models") for path in (ROOT / top).rglob("*.py")]
     paths += [path for path in (ROOT / "fmoe" / "demo").iterdir() if path.is_file()]
+    paths += (ROOT / "fmoe" / "compile" / "tables").glob("*.json")
     names = [path.relative_to(ROOT).as_posix() for path in [*paths, ROOT / "fmoe" / "py.typed"]]
     return {f"fmoe/{name}" if name.startswith("models/") else name for name in names}
 

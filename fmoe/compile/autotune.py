@@ -13,7 +13,7 @@ logger = logging.getLogger("fmoe")
 # (repetitions, how many of n candidates are measured so often), one round after the other.
 ROUNDS: tuple[tuple[int, Callable[[int], int]], ...] = (
     (3, lambda n: n),
-    (10, lambda n: -(-n // 3)),
+    (10, lambda n: min(n, max(-(-n // 3), 4))),
     (30, lambda n: min(n, 4)),
 )
 TIE = 1.02  # a later candidate wins by more than this ratio only
@@ -45,7 +45,7 @@ def tune_key(
 ) -> Entry | None:
     """Find the fastest candidate.
 
-    All are measured 3 times, the best third 10 times, the best four of them 30 times. Within 2% the earlier candidate
+    All are measured 3 times, the best third, four at least, 10 times, the best four 30 times. Within 2% the earlier candidate
     wins. A winner that is not the first candidate, the default, is then measured against it in turns, and replaces it
     only if it is faster by more than 2%. A candidate that raises is dropped.
 

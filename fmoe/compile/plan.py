@@ -300,6 +300,8 @@ def entries_from_json(values: Any, /) -> dict[int, Entry]:
         ValueError: it is not of that form.
     """
     try:
+        if any(int(tokens) < 1 for tokens in values):
+            raise ValueError("a token count below 1")
         return {
             int(tokens): Entry(
                 IMPLEMENTATIONS[IMPLEMENTATIONS.index(entry["implementation"])],

@@ -91,8 +91,9 @@ def export_table(device: Device, path: Path, /, *, keys: Iterable[Key] | None = 
     if not measured:
         raise ValueError(f"nothing was measured on {device.name} with {device.versions}; tune first")
     kept = read_store(path).get("entries", {})
-    new = {key: {str(t): entry_to_json(entries[t]) for t in sorted(entries)} for key, entries in measured.items()}
+    new = {key: {str(t): entry_to_json(entry) for t, entry in entries.items()} for key, entries in measured.items()}
     merged = {key: kept.get(key, {}) | new.get(key, {}) for key in sorted({*kept, *new})}
+    merged = {key: {t: entries[t] for t in sorted(entries, key=int)} for key, entries in merged.items()}
     path.write_text(format_table(device.name, device.versions, merged))
 
 
