@@ -19,17 +19,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 # Another script may load this file by its path.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.moe_shapes import SHAPES, Layer, Shape, candidate_tiles, capture, default_for, random_layer, time_graph
-from fmoe.compile.kernels import Settings, run_moe_layer, settings_from_ints, settings_to_ints
+from fmoe.compile.kernels import Settings, Tile, run_moe_layer, settings_from_ints, settings_to_ints
 
 TABLE = Path(__file__).with_name("moe_settings.json")
 SEED = 1
@@ -179,23 +181,23 @@ def print_times(names: list[str], tokens: list[int], variants: Mapping[str, Call
 
 
 def warm(name: str, tokens: int, values: list[int]) -> None:
-    """Compile the kernels of one candidate in another process; what they compute does not matter."""
-    shape = SHAPES[name]
-    global _WARM
-    if _WARM is None or _WARM[0] != name:
-        experts = shape.E + shape.S
-        stacks = Layer(
-            *(torch.zeros(s, device="cuda", dtype=torch.bfloat16) for s in (
-                (shape.E + shape.gate_rows, shape.D), (experts, 2 * shape.F, shape.D), (experts, shape.D, shape.F)
-            ))
-        )  # fmt: skip
-        _WARM = (name, stacks)
-    x_TD = torch.zeros(tokens, shape.D, device="cuda", dtype=torch.bfloat16)
-    run_layer(x_TD, _WARM[1], shape, settings_from_ints(values))
-    torch.cuda.synchronize()
+    """Compile the kernels of one candidate, launching none: another process may be measuring."""
+    shape, launch = SHAPES[name], JITFunction.run
 
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(kernel, *args, grid=grid, warmup=True, **options)
 
-_WARM: tuple[str, Layer] | None = None
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(sizes, device="meta", dtype=torch.bfloat16)
+
+    experts = shape.E + shape.S
+    stacks = Layer(
+        empty(shape.E + shape.gate_rows, shape.D),
+        empty(experts, 2 * shape.F, shape.D),
+        empty(experts, shape.D, shape.F),
+    )
+    with patch.object(JITFunction, "run", compile_only):
+        run_layer(empty(tokens, shape.D), stacks, shape, settings_from_ints(values))
 
 
 def starts(shape: Shape, tokens: int) -> list[Settings]:
@@ -210,6 +212,11 @@ def starts(shape: Shape, tokens: int) -> list[Settings]:
     allowed = ["slots"] * (tokens <= 16) + ["grouped"] * (tokens <= 512) + ["sorted"] * (tokens >= 16)
     picked = [replace(s, fuse_choice=False) for path, s in found.items() if path in allowed]
     picked = [s for s in picked if s.path != "sorted" or tokens >= 16]
+    described = [replace(s, descriptors=True) for s in picked if s.path == "sorted"]
+    if tokens >= 2048 and torch.version.cuda:
+        gate_up, down = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4)
+        described += [replace(s, gate_up=gate_up, down=down, programs=132) for s in described]
+    picked += described
     grouped = [s for s in picked if s.path == "grouped"]
     turned = [replace(s, owners=not s.owners) for s in grouped if tokens * shape.K <= 2 * shape.E]
     return picked + turned

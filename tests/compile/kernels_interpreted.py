@@ -43,6 +43,9 @@ PATHS = {
         "sorted", SMALL, Tile(64, 16, 32, 4, 2), Tile(64, 32, 32, 4, 2), combine=128, programs=5, group=2
     ),
     "descriptors": Settings("sorted", SMALL, Tile(64, 8, 32, 4, 2), Tile(64, 32, 8, 4, 2), descriptors=True),
+    "swapped descriptors": Settings(
+        "sorted", SMALL, Tile(16, 8, 32, 4, 2), Tile(16, 32, 8, 4, 2), descriptors=True, programs=5
+    ),
 }
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
 
@@ -119,6 +122,20 @@ def test_a_given_routing_with_all_tokens_on_one_expert(path, rng):
     expected = experts_by_loop(x, routing, w_gate_up, w_down)
     assert relative_error(with_slots, expected) < 3e-6
     assert relative_error(without, expected) < 3e-6
+
+
+@pytest.mark.parametrize(("hidden", "descriptors"), [(320, False), (256, True)])
+def test_wide_blocks_are_stored_in_halves(hidden, descriptors, rng):
+    w_gate_up = torch.randn(3, 2 * F, hidden, generator=rng) * hidden**-0.5
+    w_down = torch.randn(3, hidden, F, generator=rng) * F**-0.5
+    x = torch.randn(9, hidden, generator=rng)
+    ids = torch.randint(3, (9, 2), generator=rng, dtype=torch.int32)
+    routing = Routing(torch.rand(9, 2, generator=rng), ids)
+    settings = replace(PATHS["descriptors"], down=Tile(64, 256, 8, 4, 2), descriptors=descriptors)
+
+    y = compute_experts_kernels(x, routing, w_gate_up, w_down, settings)
+
+    assert relative_error(y, experts_by_loop(x, routing, w_gate_up, w_down)) < 3e-6
 
 
 SCORINGS = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")

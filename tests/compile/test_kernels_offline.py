@@ -57,6 +57,15 @@ def test_dependent_launch_and_descriptors_compile(tokens):
     assert find_misfits(launches, "sm_90") == []
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_tiles_fit_with_descriptors(shape):
+    tiles = {"gate_up": Tile(128, 128, 64, 8, 4), "down": Tile(128, 256, 64, 8, 4)}
+    gate_up, down = launches_of(shape, 16384, "sm_90", descriptors=True, programs=132, **tiles)[-3:-1]
+    assert gate_up.values["w"].block_shape == [2, 128, 64]
+    assert (down.values["h"].block_shape, down.values["w"].block_shape) == ([128, 64], [256, 64])
+    assert find_misfits([gate_up, down], "sm_90") == []
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_every_path_compiles_for_odd_sizes(tokens, path):

@@ -57,26 +57,35 @@ def down_sorted(
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DESCRIPTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the pairs' outputs, written in the order of the routing."""
+    """Tiles of the pairs' outputs, written in the order of the routing.
+
+    With descriptors, the loops over tiles and depth become one, so that a tile's first loads run under the stores of
+    the tile before.
+    """
     blocks: tl.constexpr = (D + BN - 1) // BN
     wait_for_previous(PDL)
     total = tl.load(count)
-    for tile in tl.range(tl.program_id(0), total * blocks, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), total * blocks, tl.num_programs(0), flatten=DESCRIPTOR):
         i, pn = locate_tile(tile, total, blocks, GROUP)
         e = tl.load(experts + i)
-        o_m = tl.load(starts + i) + tl.arange(0, BM)
+        start = tl.load(starts + i)
+        o_m = start + tl.arange(0, BM)
         inside = o_m < tl.load(offsets + e)
         target = tl.load(order + o_m, mask=inside, other=0)
-        down_tile(h, w, y, o_m, target, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, DESCRIPTOR)
+        if DESCRIPTOR:
+            down_tile(h, w, y, start, target, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, True)
+        else:
+            down_tile(h, w, y, o_m, target, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, False)
 
 
-def _weights(w: Tensor, tile: Tile, settings: Settings, rows: int) -> tuple[Any, bool]:
-    """Wrap the weights in a descriptor where asked for and no block reaches past an expert's matrix."""
-    depth = w.shape[-1]
-    if not settings.descriptors or rows % tile.rows or depth % tile.depth or depth * w.element_size() % 16:
-        return w, False
-    flat = w.view(-1, depth)
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [tile.rows, tile.depth]), True
+def _describable(w: Tensor, tile: Tile, settings: Settings) -> bool:
+    """Say whether descriptors are asked for and no block reaches past an expert's matrix."""
+    rows, depth = w.shape[-2:]
+    return settings.descriptors and not (rows % tile.rows or depth % tile.depth or depth * w.element_size() % 16)
+
+
+def _describe(tensor: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def _grid(tiles: Tiles, blocks: int, settings: Settings) -> tuple[int]:
@@ -94,7 +103,9 @@ def compute_experts_sorted(
     options = launch_options(settings.pdl)
 
     tile = settings.gate_up
-    weights, described = _weights(w_gate_up_EPD, tile, settings, width)
+    weights: Any = w_gate_up_EPD.view(-1, width, hidden)
+    if described := _describable(weights, tile, settings):
+        weights = _describe(weights, 2, tile.rows, tile.depth)
     h_NF = torch.empty(pairs, width, dtype=x_TD.dtype, device=x_TD.device)
     gate_up_sorted[_grid(tiles, triton.cdiv(width, tile.rows), settings)](
         x_TD, weights, h_NF, *tiles, columns, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
@@ -103,10 +114,12 @@ def compute_experts_sorted(
     )  # fmt: skip
 
     tile = settings.down
-    weights, described = _weights(w_down_EDF, tile, settings, hidden)
+    weights, h = w_down_EDF, h_NF
+    if described := _describable(weights, tile, settings):
+        weights, h = _describe(weights.view(-1, width), tile.rows, tile.depth), _describe(h_NF, block, tile.depth)
     pairs_ND = torch.empty(pairs, hidden, dtype=x_TD.dtype, device=x_TD.device)
     down_sorted[_grid(tiles, triton.cdiv(hidden, tile.rows), settings)](
-        h_NF, weights, pairs_ND, *tiles, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
+        h, weights, pairs_ND, *tiles, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
         STAGES=tile.stages, GROUP=settings.group, SWAP=block < 64, DESCRIPTOR=described, PDL=settings.pdl,
         num_warps=tile.warps, **options,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from .route import launch_options, wait_for_previous
 
 BLOCK = 128  # pairs of one block
 EXPERTS = 8  # experts whose counts one program sums
-LISTED = 16  # tiles that one program lists
+LISTED = 4  # tiles that one program lists
 
 
 class Tiles(NamedTuple):
@@ -29,13 +29,27 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def count_block(ids, counts, N, EP: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    """Count the experts of one block; grid (B,)."""
+def count_block(ids, counts, ranks, N, EP: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, PDL: tl.constexpr):
+    """Count the experts of one block, and each pair's rank among the block's pairs of its expert; grid (B,)."""
     b = tl.program_id(0)
-    n = b * BN + tl.arange(0, BN)
+    o_n = tl.arange(0, BN)
+    n = b * BN + o_n
+    row = counts + b.to(tl.int64) * EP
     wait_for_previous(PDL)
-    found = tl.load(ids + n, mask=n < N, other=0)
-    tl.store(counts + b.to(tl.int64) * EP + tl.arange(0, EP), tl.histogram(found, EP, mask=n < N))
+    tl.store(row + tl.arange(0, EP), tl.zeros((EP,), tl.int32))
+    e = tl.load(ids + n, mask=n < N, other=-1)
+    # Sums run down the columns: a thread adds its own values, and no lanes have to exchange theirs.
+    earlier = tl.zeros((BI, BN), tl.int32)
+    equal = tl.zeros((BI, BN), tl.int32)
+    for first in range(0, BN, BI):
+        o_i = first + tl.arange(0, BI)
+        other = tl.load(ids + b * BN + o_i, mask=b * BN + o_i < N, other=-1)
+        same = other[:, None] == e[None, :]
+        equal += same.to(tl.int32)
+        earlier += (same & (o_i[:, None] < o_n[None, :])).to(tl.int32)
+    tl.store(ranks + n, tl.sum(earlier, 0), mask=n < N)
+    tl.debug_barrier()  # the zeros are in place
+    tl.store(row + e, tl.sum(equal, 0), mask=n < N)
 
 
 @triton.jit
@@ -54,18 +68,13 @@ def sum_blocks(counts, totals, B, EP: tl.constexpr, BE: tl.constexpr, BB: tl.con
 
 
 @triton.jit
-def place_pairs(ids, counts, totals, order, N, b, EP: tl.constexpr, BN: tl.constexpr):
+def place_pairs(ids, counts, ranks, totals, order, N, b, EP: tl.constexpr, BN: tl.constexpr):
     """Write block b's pairs to their places: the expert's start, its pairs in earlier blocks, and in this one."""
-    o_e = tl.arange(0, EP)
-    v = tl.load(totals + o_e)
-    base = tl.cumsum(v, 0) - v + tl.load(counts + b.to(tl.int64) * EP + o_e)
+    v = tl.load(totals + tl.arange(0, EP))
     n = b * BN + tl.arange(0, BN)
-    e = tl.load(ids + n, mask=n < N, other=EP - 1)
-    o_i = tl.arange(0, BN)
-    row = tl.load(ids + b * BN + o_i, mask=b * BN + o_i < N, other=-1)
-    earlier = (e[:, None] == row[None, :]) & (o_i[None, :] < o_i[:, None])
-    place = tl.gather(base, e, 0) + tl.sum(earlier.to(tl.int32), 1)
-    tl.store(order + place, n, mask=n < N)
+    e = tl.load(ids + n, mask=n < N, other=0)
+    before = tl.load(counts + b.to(tl.int64) * EP + e, mask=n < N, other=0) + tl.load(ranks + n, mask=n < N, other=0)
+    tl.store(order + tl.gather(tl.cumsum(v, 0) - v, e, 0) + before, n, mask=n < N)
 
 
 @triton.jit
@@ -93,14 +102,14 @@ def list_tiles(
 
 @triton.jit
 def place_and_list(
-    ids, counts, totals, order, offsets, experts, starts, count, N, B, X, E: tl.constexpr, EP: tl.constexpr,
+    ids, counts, ranks, totals, order, offsets, experts, starts, count, N, B, X, E: tl.constexpr, EP: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Place one block's pairs, or list BX tiles; grid (B + X / BX,)."""
     p = tl.program_id(0)
     wait_for_previous(PDL)
     if p < B:
-        place_pairs(ids, counts, totals, order, N, p, EP, BN)
+        place_pairs(ids, counts, ranks, totals, order, N, p, EP, BN)
     else:
         list_tiles(totals, offsets, experts, starts, count, p - B, X, E, EP, BM, BX)
 
@@ -125,15 +134,17 @@ def sort_pairs(experts_TK: Tensor, /, *, num_experts: int, block: int, pdl: bool
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts_TK.device)
 
-    counts, totals = empty(blocks, padded), empty(padded)
+    counts, ranks, totals = empty(blocks, padded), empty(pairs), empty(padded)
     tiles = Tiles(empty(pairs), empty(num_experts), empty(bound), empty(bound), empty(1))
     options = launch_options(pdl)
-    count_block[(blocks,)](experts_TK, counts, pairs, EP=padded, BN=BLOCK, PDL=pdl, num_warps=4, **options)
+    count_block[(blocks,)](
+        experts_TK, counts, ranks, pairs, EP=padded, BN=BLOCK, BI=32, PDL=pdl, num_warps=4, **options
+    )
     sum_blocks[(padded // EXPERTS,)](
-        counts, totals, blocks, EP=padded, BE=EXPERTS, BB=128, PDL=pdl, num_warps=4, **options
+        counts, totals, blocks, EP=padded, BE=EXPERTS, BB=128 if blocks <= 128 else 512, PDL=pdl, num_warps=8, **options
     )
     place_and_list[(blocks + triton.cdiv(bound, LISTED),)](
-        experts_TK, counts, totals, *tiles, pairs, blocks, bound, E=num_experts, EP=padded, BN=BLOCK, BM=block,
-        BX=LISTED, PDL=pdl, num_warps=16, **options,
+        experts_TK, counts, ranks, totals, *tiles, pairs, blocks, bound, E=num_experts, EP=padded, BN=BLOCK, BM=block,
+        BX=LISTED, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return tiles

@@ -42,6 +42,19 @@ def multiply_add(a, w, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
+def split_columns(v, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Left and right halves of [ROWS, 2 HALF]."""
+    return tl.split(tl.permute(tl.reshape(v, (ROWS, 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def store_rows(at, v, inside, first, COLUMNS: tl.constexpr):
+    """Store [BM, n] at rows of pointers; first is the column of the first value."""
+    o_n = tl.arange(0, v.shape[1])
+    tl.store(at + o_n[None, :], v.to(at.dtype.element_ty), mask=inside[:, None] & (first + o_n[None, :] < COLUMNS))
+
+
+@triton.jit
 def gate_up_tile(
     x, w, h, source, target, inside, e, pn, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, DESCRIPTOR: tl.constexpr,
@@ -49,26 +62,36 @@ def gate_up_tile(
     """h[target] = silu(g) u with g, u the gate and up products of x[source] with expert e, columns of block pn."""
     o_n = pn * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
-    even: tl.constexpr = (F % BN == 0) and (D % BK == 0)
     even_depth: tl.constexpr = D % BK == 0
-    if SWAP:
-        gate = tl.zeros((BN, BM), tl.float32)
-        up = tl.zeros((BN, BM), tl.float32)
-    else:
-        gate = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
-    if not DESCRIPTOR:
-        base = w + e.to(tl.int64) * (2 * F * D)
-    for k in tl.range(0, D, BK, num_stages=STAGES):
-        if DESCRIPTOR:
-            a = w.load([e * (2 * F) + pn * BN, k])
-            b = w.load([e * (2 * F) + F + pn * BN, k])
+    if DESCRIPTOR:
+        # One block holds the gate rows and, behind them, the up rows: one product of twice the width.
+        if SWAP:
+            both = tl.zeros((2 * BN, BM), tl.float32)
         else:
+            both = tl.zeros((BM, 2 * BN), tl.float32)
+        for k in tl.range(0, D, BK, num_stages=STAGES):
+            a = w.load([2 * e, pn * BN, k]).reshape(2 * BN, BK)
+            rows = load_rows(x, source, k, o_k, inside, D, even_depth)
+            both = multiply_add(rows, a, both, SWAP)
+        if SWAP:
+            gate, up = tl.split(tl.permute(tl.reshape(both, (2, BN, BM)), (1, 2, 0)))
+        else:
+            gate, up = split_columns(both, BM, BN)
+    else:
+        even: tl.constexpr = (F % BN == 0) and even_depth
+        if SWAP:
+            gate = tl.zeros((BN, BM), tl.float32)
+            up = tl.zeros((BN, BM), tl.float32)
+        else:
+            gate = tl.zeros((BM, BN), tl.float32)
+            up = tl.zeros((BM, BN), tl.float32)
+        base = w + e.to(tl.int64) * (2 * F * D)
+        for k in tl.range(0, D, BK, num_stages=STAGES):
             a = load_matrix(base, o_n, k + o_k, F, D, even)
             b = load_matrix(base + F * D, o_n, k + o_k, F, D, even)
-        rows = load_rows(x, source, k, o_k, inside, D, even_depth)
-        gate = multiply_add(rows, a, gate, SWAP)
-        up = multiply_add(rows, b, up, SWAP)
+            rows = load_rows(x, source, k, o_k, inside, D, even_depth)
+            gate = multiply_add(rows, a, gate, SWAP)
+            up = multiply_add(rows, b, up, SWAP)
     y = (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty)
     if SWAP:
         y = y.T
@@ -81,7 +104,10 @@ def down_tile(
     h, w, y, source, target, inside, e, pn, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """y[target] = the down product of h[source] with expert e, columns of block pn; not weighted."""
+    """y[target] = the down product of h[source] with expert e, columns of block pn; not weighted.
+
+    With DESCRIPTOR, source is the first of BM neighbouring rows.
+    """
     o_n = pn * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     even: tl.constexpr = (D % BN == 0) and (F % BK == 0)
@@ -95,12 +121,19 @@ def down_tile(
     for k in tl.range(0, F, BK, num_stages=STAGES):
         if DESCRIPTOR:
             a = w.load([e * D + pn * BN, k])
+            rows = h.load([source, k])
         else:
             a = load_matrix(base, o_n, k + o_k, D, F, even)
-        rows = load_rows(h, source, k, o_k, inside, F, even_depth)
+            rows = load_rows(h, source, k, o_k, inside, F, even_depth)
         acc = multiply_add(rows, a, acc, SWAP)
-    out = acc.to(y.dtype.element_ty)
-    if SWAP:
-        out = out.T
-    at = y + target.to(tl.int64)[:, None] * D + o_n[None, :]
-    tl.store(at, out, mask=inside[:, None] & (o_n[None, :] < D))
+    at = y + target.to(tl.int64)[:, None] * D + pn * BN
+    if BN >= 256 and not SWAP:
+        # Half after half, because the way to the store leads through shared memory, which the loads fill.
+        half: tl.constexpr = BN // 2
+        left, right = split_columns(acc, BM, half)
+        store_rows(at, left, inside, pn * BN, D)
+        store_rows(at + half, right, inside, pn * BN + half, D)
+    else:
+        if SWAP:
+            acc = acc.T
+        store_rows(at, acc, inside, pn * BN, D)
