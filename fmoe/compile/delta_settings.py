@@ -21,8 +21,8 @@ class DeltaSettings:
     heads: value heads of one key head that one program serves, a divisor of H / G; 0 is all of them. With fewer, the
         programs that share a key head count in ``arrivals`` which of them comes last and moves its window.
     columns: of the state, that one program holds at a time, a power of two.
-    pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later. The state and the window are then
-        read before the launch in front is over, so that one must not write them.
+    pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later. The state is then read
+        before the launch in front is over, so that one must not write it.
     """
 
     heads: int
