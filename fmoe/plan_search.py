@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fmoe.compile.adapt import adapt_entry
 from fmoe.compile.autotune import Clock, Measure, Task, tune_keys
 from fmoe.compile.candidates import Candidate, list_candidates
 from fmoe.compile.device import describe_device
@@ -32,7 +33,7 @@ from fmoe.compile.plan import (
     make_plan,
     plan_to_ints,
 )
-from fmoe.compile.plan_tables import Tables, read_tables, write_entries
+from fmoe.compile.plan_tables import Tables, read_other_tables, read_tables, write_entries
 from fmoe.compile.select import Requested, list_allowed
 from fmoe.compile.tune_ops import keep_compiling
 from fmoe.functional.moe import MoEParams
@@ -184,12 +185,14 @@ def _list_tasks(
     """List what to measure, the decode steps of all operators first."""
     sizes = [(key, turn, tokens) for key in keys for turn, tokens in enumerate(list_buckets(key, search))]
     sizes.sort(key=lambda size: (size[2] >= PREFILL_FROM, size[1]))
+    others = read_other_tables(device)
     tasks = []
     for key, _, tokens in sizes:
         tuned = tables.tuned.get(str(key), {})
         if tokens in tuned and not search.force:
             continue
         near = [*_find_near(tuned, tokens), *_find_near(tables.shipped.get(str(key), {}), tokens)]
+        near += [adapt_entry(entry, key, tokens, device) for entry in _find_near(others.get(str(key), {}), tokens)]
         candidates = list_candidates(key, device, tokens, allowed[key], near=near)
         if len(candidates) > 1:
             tasks.append(Task(key, tokens, tuple(candidates)))

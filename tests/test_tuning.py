@@ -13,7 +13,8 @@ from fmoe.compile import plan_tables
 from fmoe.compile.device import describe_device
 from fmoe.compile.plan import Entry, linear_key, moe_key
 from fmoe.compile.plan_tables import read_tables, tuned_file, write_entries
-from fmoe.plan_search import Search, find_weights, list_buckets, search_plans
+from fmoe.functional import Kernels, moe_layer
+from fmoe.plan_search import Search, find_weights, list_buckets, make_run, search_plans
 from fmoe.tuning import export_tuned, tune
 
 FUNCTIONS = {"per_slot", "loop", "dense", "grouped"}
@@ -167,6 +168,19 @@ def test_weights_are_found_by_their_key(demo):
         if key.operator == "linear":
             assert {tuple(w.shape) for w in found} == {key.sizes}
     assert find_weights(demo.params, None, [moe_plan(demo).key]) == {}
+
+
+@pytest.mark.parametrize("implementation", ["grouped", "loop", "dense", "per_slot"])
+def test_candidates_run_through_the_models_ops(demo, implementation):
+    params = demo.params.layers[0].mlp
+    x = torch.randn(3, 256)
+    run = make_run(demo.config.router)
+    torch.testing.assert_close(
+        run(implementation, (), x, params), moe_layer(x, params, demo.config.router, kernels=Kernels()),
+        rtol=1e-4, atol=1e-5,
+    )  # fmt: skip
+    w = torch.randn(5, 256)
+    torch.testing.assert_close(run("library", (), x, w), x @ w.T)
 
 
 def test_the_levels_are_logged_once(demo, caplog):

@@ -68,6 +68,17 @@ def read_tables(device: Device, /) -> Tables:
     return tables
 
 
+def read_other_tables(device: Device, /) -> Table:
+    """Read what comes with fmoe for other devices: nothing to plan by, but a start for measuring."""
+    table: Table = {}
+    for path in sorted(TABLES.glob("*.json")):
+        if path != shipped_file(device):
+            entries = read_store(path).get("entries", {})
+            for key, by_tokens in _parse(entries if isinstance(entries, dict) else {}, path).items():
+                table[key] = by_tokens | table.get(key, {})
+    return table
+
+
 def write_entries(device: Device, key: Key, entries: Mapping[int, Entry], /) -> None:
     """Keep what was measured of one operator; other token counts and operators stay."""
     values: dict[str, Any] = {"device": device.name, "versions": device.versions}

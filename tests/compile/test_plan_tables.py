@@ -16,6 +16,7 @@ from fmoe.compile.plan import Device, Entry, linear_key, moe_key
 from fmoe.compile.plan_tables import (
     export_table,
     format_table,
+    read_other_tables,
     read_tables,
     shipped_file,
     slug,
@@ -110,6 +111,16 @@ def test_a_shipped_table_goes_by_the_devices_name(cache: Path, caplog: pytest.Lo
 def test_a_broken_shipped_table_is_empty(store: dict) -> None:
     shipped_file(DEVICE).write_text(json.dumps(store))
     assert read_tables(DEVICE).shipped == {}
+
+
+def test_tables_of_other_devices_are_a_start(cache: Path) -> None:
+    write_entries(DEVICE, KEY, {1: FAST, 2: FAST})
+    export_table(DEVICE, cache / "tables" / "a.json")
+    (cache / "tables" / "b.json").write_text("[]")
+    export_table(DEVICE, shipped_file(DEVICE))
+    assert read_other_tables(DEVICE) == {str(KEY): {1: FAST, 2: FAST}}
+    (cache / "tables" / "a.json").unlink()
+    assert read_other_tables(DEVICE) == {}
 
 
 def test_an_export_keeps_what_it_does_not_know(tmp_path: Path) -> None:
