@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmoe.compile.kernels import Settings, Tile, default_settings
+from fmoe.compile.settings import find_target
 from fmoe.functional.routing import RouterConfig
 
 
@@ -63,7 +64,8 @@ def random_layer(shape: Shape, seed: int, *, dtype: torch.dtype = torch.bfloat16
 
 def default_for(shape: Shape, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Settings:
     """Read the built-in table for the GPU that torch was built for."""
-    target = "hip" if torch.version.hip else "cuda"
+    major, minor = torch.cuda.get_device_capability()
+    target = find_target("hip" if torch.version.hip else "cuda", f"sm_{major}{minor}")
     return default_settings(tokens, shape.E, shape.K, shape.S, shape.D, shape.F, dtype, target=target)
 
 

@@ -23,7 +23,7 @@ from .plan import (
     default_choice,
     runs_up_to,
 )
-from .settings import Settings, Target, Tile, default_settings, settings_from_ints, settings_to_ints
+from .settings import Settings, Target, Tile, default_settings, find_target, settings_from_ints, settings_to_ints
 
 MOST = 24  # candidates of one operator at one token count
 MOST_NEAR = 3
@@ -124,7 +124,7 @@ def _candidate(implementation: Implementation, settings: Settings) -> Candidate:
 def list_starts(key: Key, device: Device, tokens: int, /) -> list[Settings]:
     """Give the rule's settings, and those that it has for the other paths that may win at a token count."""
     experts, top_k, slots, _, hidden, width = key.sizes
-    target: Target = "hip" if device.kind == "hip" else "cuda"
+    target = find_target(device.kind, device.arch)
 
     def settings_at(count: int) -> Settings:
         dtype: torch.dtype = getattr(torch, key.dtype)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from .settings import PATHS, Target, default_settings, settings_to_ints
+from .settings import PATHS, default_settings, find_target, settings_to_ints
 
 # How an operator runs. Of "moe": per_slot, loop, dense and grouped are the functions of functional/experts.py;
 # triton is the kernels; apart and beside are the kernels with the shared experts as a dense MLP, after the routed ones
@@ -216,7 +216,7 @@ def default_choice(
     if "aiter" in allowed:
         return "aiter", ()
     if "triton" in allowed:
-        target: Target = "hip" if device.kind == "hip" else "cuda"
+        target = find_target(device.kind, device.arch)
         dtype: torch.dtype = getattr(torch, key.dtype)
         settings = default_settings(tokens, experts, top_k, slots, hidden, width, dtype, target=target)
         return "triton", tuple(settings_to_ints(settings))

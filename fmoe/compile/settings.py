@@ -13,7 +13,15 @@ import torch
 # together, its weights read once. SORTED: rows sorted by expert, tiles of a grouped product.
 Path = Literal["slots", "grouped", "sorted"]
 PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted")
-Target = Literal["cuda", "hip"]
+# What kernels are compiled for: CUDA devices of any kind, those with tensor memory access and 227 KB of shared memory
+# for a program, or AMD's.
+Target = Literal["cuda", "hopper", "hip"]
+HOPPER = ("sm_90", "sm_100", "sm_103")
+
+
+def find_target(kind: str, arch: str, /) -> Target:
+    """Name the target of a device of kind ``cuda`` or ``hip`` and an architecture such as ``sm_90``."""
+    return "hip" if kind == "hip" else "hopper" if arch in HOPPER else "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Settings:
     combine: columns of y that one program of the last sum writes.
     programs: sorted: programs that share the tiles; 0 is one for each tile.
     group: sorted: row tiles that are visited together for each block of weight rows.
-    descriptors: sorted: weights are read through tensor descriptors.
+    descriptors: sorted: weights, and what stands between the products, are read through tensor descriptors.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
     """
 
@@ -146,7 +154,7 @@ def _distinct(tokens: int, experts: int, top_k: int) -> float:
 
 def _slots(width: int, *, fuse: bool, wide: bool, target: Target) -> Settings:
     depth = 128 if wide else 256
-    stages = 4 if target == "cuda" else 2
+    stages = 2 if target == "hip" else 4
     return Settings(
         path="slots",
         router=Tile(0, 4, 512 if wide else 1024, 4, 2),
@@ -162,8 +170,8 @@ def _grouped(
     tokens: int, pairs_per_expert: float, owners: bool, *, token_down: bool, wide: bool, target: Target
 ) -> Settings:
     block = 16 if pairs_per_expert <= 8 else 32
-    depth = 64 if wide else 128
-    stages = 3 if target == "cuda" else 1
+    depth = 64 if wide or target == "cuda" else 128
+    stages = 1 if target == "hip" else 3
     return Settings(
         path="grouped",
         router=_router(tokens, wide=wide, target=target),
@@ -177,18 +185,16 @@ def _grouped(
 
 def _sorted(pairs_per_expert: float, *, wide: bool, target: Target) -> Settings:
     block = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64 if pairs_per_expert <= 96 else 128
-    large = block == 128 and target == "cuda" and not wide
-    stages = 1 if target == "hip" else 3
-    rows, depth, warps = (128, 64, 8) if large else (64, 32 if wide else 64, 4)
-    return Settings(
-        path="sorted",
-        router=_router(1024, wide=wide, target=target),
-        gate_up=Tile(block, rows, depth, warps, stages),
-        down=Tile(block, rows, depth, warps, stages),
-    )
+    router = _router(1024, wide=wide, target=target)
+    if block == 128 and target == "hopper" and not wide:
+        gate_up, down = Tile(block, 128, 64, 8, 3), Tile(block, 256, 64, 8, 4)
+        return Settings(path="sorted", router=router, gate_up=gate_up, down=down, programs=132, descriptors=True)
+    rows, depth = 64, 32 if wide else 64
+    tile = Tile(block, rows, depth, 8 if block == 128 and not wide else 4, 1 if target == "hip" else 3)
+    return Settings(path="sorted", router=router, gate_up=tile, down=tile)
 
 
 def _router(tokens: int, *, wide: bool, target: Target) -> Tile:
     depth = 64 if wide else 128
-    stages = 3 if target == "cuda" else 1
+    stages = 1 if target == "hip" else 3
     return Tile(16, 16, depth, 4, stages) if tokens <= 128 else Tile(64, 64, 64 if not wide else 32, 4, stages)
