@@ -114,7 +114,8 @@ def default_attend_settings(
         block = 16
     programs = batch * kv_heads * -(-heads // (kv_heads * rows))
     splits = min(-(-PROGRAMS // programs), -(-slots // block), MOST_SPLITS)
-    return AttendSettings(max(splits, 1), block, rows, 4, 3 if target == "cuda" else 1)
+    stages = 1 if target == "hip" else 2 if wide else 3
+    return AttendSettings(max(splits, 1), block, rows, 8 if wide and target == "cuda" else 4, stages)
 
 
 def default_head_settings(batch: int, dtype: torch.dtype, *, target: Target = "cuda") -> HeadSettings:

@@ -79,9 +79,9 @@ def attend_slots(
 
 
 @triton.jit
-def share_of(split, start, stop, BN: tl.constexpr, SPLITS: tl.constexpr):
+def share_of(split, splits, start, stop, BN: tl.constexpr):
     """Cut [start, stop) into equal shares of whole blocks, and give the split's own."""
-    share = tl.cdiv(tl.cdiv(stop - start, BN), SPLITS) * BN
+    share = tl.cdiv(tl.cdiv(stop - start, BN), splits) * BN
     first = tl.minimum(start + split * share, stop)
     return first, tl.minimum(first + share, stop)
 
@@ -89,10 +89,9 @@ def share_of(split, start, stop, BN: tl.constexpr, SPLITS: tl.constexpr):
 @triton.jit
 def leave_sums(
     sums, tops, totals, head, split, ok, top, total, acc_a, acc_b, U: tl.constexpr, UA: tl.constexpr, UB: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Store what one split found for the heads; ``head`` counts over all sequences. No sums where no slot was seen."""
-    place = head * SPLITS + split
+    place = head * tl.num_programs(0) + split
     tl.store(tops + place, top, mask=ok)
     tl.store(totals + place, total, mask=ok)
     seen = (ok & (top > float("-inf")))[:, None]
@@ -108,10 +107,10 @@ def attend_splits(
     q, k, v, mask, lengths, sums, tops, totals, M, stride_qb, stride_kb, stride_kj, stride_km, stride_vb, stride_vj,
     stride_vm, stride_mb, SCALE: tl.constexpr, WINDOW: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
     C: tl.constexpr, CA: tl.constexpr, CB: tl.constexpr, U: tl.constexpr, UA: tl.constexpr, UB: tl.constexpr,
-    SHARED: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr, SPLITS: tl.constexpr, BH: tl.constexpr,
+    SHARED: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One share of the slots and BH query heads of a kv head; grid (SPLITS, J * GROUPS, B)."""
+    """One share of the slots and BH query heads of a kv head; grid (splits, J * GROUPS, B)."""
     split = tl.program_id(0)
     j = (tl.program_id(1) // GROUPS).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -126,7 +125,7 @@ def attend_splits(
         stop = tl.minimum(tl.load(lengths + b), M).to(tl.int32)
         if WINDOW:
             start = tl.maximum(stop - WINDOW, 0)
-    first, last = share_of(split, start, stop, BN, SPLITS)
+    first, last = share_of(split, tl.num_programs(0), start, stop, BN)
     if HAS_MASK:
         mask += b * stride_mb
     q_row = q + b * stride_qb + (j * G + o_g)[:, None] * C
@@ -142,13 +141,13 @@ def attend_splits(
         SHARED, HAS_MASK, BN, STAGES,
     )  # fmt: skip
     head = (b * tl.num_programs(1) // GROUPS + j) * G + o_g
-    leave_sums(sums, tops, totals, head, split, ok, top, total, acc_a, acc_b, U, UA, UB, SPLITS)
+    leave_sums(sums, tops, totals, head, split, ok, top, total, acc_a, acc_b, U, UA, UB)
 
 
 @triton.jit
 def add_splits(
-    sums, tops, totals, gate, out, stride_g, U: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
-    HAS_GATE: tl.constexpr, BU: tl.constexpr, PDL: tl.constexpr,
+    sums, tops, totals, gate, out, stride_g, splits, U: tl.constexpr, SP: tl.constexpr, HAS_GATE: tl.constexpr,
+    BU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BU channels of one head: the splits' sums in order, then the gate; grid (U / BU, H, B). Zero without a slot."""
     o_u = tl.program_id(0) * BU + tl.arange(0, BU)
@@ -157,12 +156,12 @@ def add_splits(
     head = b * tl.num_programs(1) + h
     o_s = tl.arange(0, SP)
     wait_for_previous(PDL)
-    top = tl.load(tops + head * SPLITS + o_s, mask=o_s < SPLITS, other=float("-inf"))
-    total = tl.load(totals + head * SPLITS + o_s, mask=o_s < SPLITS, other=0.0)
-    seen = top > float("-inf")
-    part = tl.load(
-        sums + (head * SPLITS + o_s)[:, None] * U + o_u[None, :], mask=seen[:, None] & (o_u[None, :] < U), other=0.0
-    )
+    top = tl.load(tops + head * splits + o_s, mask=o_s < splits, other=float("-inf"))
+    total = tl.load(totals + head * splits + o_s, mask=o_s < splits, other=0.0)
+    inside = (o_s[:, None] < splits) & (o_u[None, :] < U)
+    part = tl.load(sums + (head * splits + o_s)[:, None] * U + o_u[None, :], mask=inside, other=0.0)
+    # A split that saw nothing left no sum; reading past it costs less than waiting to know.
+    part = tl.where((top > float("-inf"))[:, None], part, 0.0)
     largest = tl.max(top, 0)
     weights = tl.exp2(top - tl.where(largest == float("-inf"), 0.0, largest))
     denominator = tl.sum(weights * total, 0)
@@ -191,7 +190,7 @@ def sum_splits(
     batch, heads, splits, size = sums.shape
     out_B1HU = torch.empty(batch, 1, heads, size, dtype=dtype, device=sums.device)
     add_splits[(triton.cdiv(size, settings.channels), heads, batch)](
-        sums, tops, totals, gate_BN, out_B1HU, 0 if gate_BN is None else gate_BN.stride(0), U=size, SPLITS=splits,
+        sums, tops, totals, gate_BN, out_B1HU, 0 if gate_BN is None else gate_BN.stride(0), splits, U=size,
         SP=triton.next_power_of_2(splits), HAS_GATE=gate_BN is not None, BU=settings.channels, PDL=settings.pdl,
         num_warps=4, **launch_options(settings.pdl),
     )  # fmt: skip
@@ -230,7 +229,6 @@ def _is_start_of(v: Tensor, k: Tensor) -> bool:
 def block_options(settings: AttendSettings) -> dict[str, Any]:
     """Name the blocks and launch options of the first launch."""
     return {
-        "SPLITS": settings.splits,
         "BH": settings.heads,
         "BN": settings.slots,
         "STAGES": settings.stages,

@@ -81,10 +81,10 @@ def attend_projected(
     projected, w, cos, sin, positions, k, v, mask, sums, tops, totals, stride_p, stride_kb, stride_kj, stride_km,
     stride_vb, stride_vj, stride_vm, stride_mb, H: tl.constexpr, J: tl.constexpr, SCALE: tl.constexpr,
     WINDOW: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, CA: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr, EPS: tl.constexpr, HAS_MASK: tl.constexpr, SPLITS: tl.constexpr, BH: tl.constexpr,
+    HAS_NORM: tl.constexpr, EPS: tl.constexpr, HAS_MASK: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``attend_splits`` that takes q, k and v of the token as projected; grid (SPLITS, J * GROUPS, B).
+    """``attend_splits`` that takes q, k and v of the token as projected; grid (splits, J * GROUPS, B).
 
     Every program norms and rotates its query heads. The first split of a kv head begins its softmax with the token's
     own key and value, kept in registers, and writes them to the cache; nobody reads that slot, so nobody waits.
@@ -103,7 +103,7 @@ def attend_projected(
     start = 0
     if WINDOW:
         start = tl.maximum(stop - (WINDOW - 1), 0)
-    first, last = share_of(split, start, stop, BN, SPLITS)
+    first, last = share_of(split, tl.num_programs(0), start, stop, BN)
     if HAS_MASK:
         mask += b * stride_mb
     p = projected + b * stride_p
@@ -139,7 +139,7 @@ def attend_projected(
         q_a, q_b, k + b * stride_kb + j * stride_kj, v + b * stride_vb + j * stride_vj, mask, stride_km,
         stride_vm, first, last, top, total, acc_a, acc_b, SCALE, C, CA, CB, C, CA, CB, False, HAS_MASK, BN, STAGES,
     )  # fmt: skip
-    leave_sums(sums, tops, totals, b * H + j * G + o_g, split, ok, top, total, acc_a, acc_b, C, CA, CB, SPLITS)
+    leave_sums(sums, tops, totals, b * H + j * G + o_g, split, ok, top, total, acc_a, acc_b, C, CA, CB)
 
 
 def attend_projected_token_(
