@@ -10,11 +10,21 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from platformdirs import user_cache_dir
+
+# Every installation has it but those made without dependencies, on machines that bring their own torch.
+if find_spec("platformdirs"):
+    from platformdirs import user_cache_dir
+else:
+
+    def user_cache_dir(appname: str, appauthor: bool) -> str:  # type: ignore[misc]
+        """Name the folder as on Linux."""
+        return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), appname)
+
 
 logger = logging.getLogger("fmoe")
 
