@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -153,13 +153,7 @@ def search_plans(
         with (
             torch.inference_mode(),
             torch.autocast(device.type, enabled=False),
-            tqdm(
-                total=len(tasks),
-                desc="tuning",
-                unit="sizes",
-                file=sys.stderr,
-                disable=None if progress is None else not progress,
-            ) as bar,
+            _show_bar(len(tasks), progress) as bar,
         ):
             found = _measure_tasks(tasks, described, device, weights, router, search, clock, bar.update)
     tuned = {key: {**tables.tuned.get(str(key), {}), **found.get(key, {})} for key in keys}
@@ -167,6 +161,11 @@ def search_plans(
         make_plan(key, described, tuned=tuned[key], shipped=tables.shipped.get(str(key)), allowed=allowed[key])
         for key in keys
     )
+
+
+def _show_bar(total: int, progress: bool | None) -> "tqdm[NoReturn]":
+    disable = None if progress is None else not progress
+    return tqdm(total=total, desc="tuning", unit="sizes", file=sys.stderr, disable=disable)
 
 
 def _check_not_captured(device: torch.device) -> None:

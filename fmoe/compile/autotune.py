@@ -45,9 +45,9 @@ def tune_key(
 ) -> Entry | None:
     """Find the fastest candidate.
 
-    All are measured 3 times, the best third, four at least, 10 times, the best four 30 times. Within 2% the earlier candidate
-    wins. A winner that is not the first candidate, the default, is then measured against it in turns, and replaces it
-    only if it is faster by more than 2%. A candidate that raises is dropped.
+    All are measured 3 times, the best third, four at least, 10 times, the best four 30 times. Within 2% the earlier
+    candidate wins. A winner that is not the first candidate, the default, is then measured against it in turns, and
+    replaces it only if it is faster by more than 2%. A candidate that raises is dropped.
 
     Args:
         key: the operator.

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -117,7 +118,7 @@ def buckets_of(operator: Operator) -> tuple[int, ...]:
 
 def bucket_bounds(buckets: Sequence[int]) -> list[int]:
     """Largest token count of each bucket: the geometric middle to the next, and -1, without end, for the last."""
-    return [math.isqrt(a * b) for a, b in zip(buckets, buckets[1:], strict=False)] + [-1]
+    return [math.isqrt(a * b) for a, b in pairwise(buckets)] + [-1]
 
 
 def make_plan(
