@@ -77,16 +77,16 @@ def attend_settings_from_ints(values: Sequence[int]) -> AttendSettings:
     """Read what ``decode_settings_to_ints`` wrote."""
     if len(values) != 7:
         raise ValueError(f"{len(values)} integers came; settings of attention are 7, as decode_settings_to_ints writes")
-    *rest, pdl = values
-    return AttendSettings(*rest, pdl=bool(pdl))
+    splits, slots, heads, warps, stages, channels, pdl = values
+    return AttendSettings(splits, slots, heads, warps, stages, channels, bool(pdl))
 
 
 def head_settings_from_ints(values: Sequence[int]) -> HeadSettings:
     """Read what ``decode_settings_to_ints`` wrote."""
     if len(values) != 6:
         raise ValueError(f"{len(values)} integers came; settings of the head are 6, as decode_settings_to_ints writes")
-    *rest, dot, pdl = values
-    return HeadSettings(*rest, dot=bool(dot), pdl=bool(pdl))
+    rows, depth, warps, stages, dot, pdl = values
+    return HeadSettings(rows, depth, warps, stages, bool(dot), bool(pdl))
 
 
 def default_attend_settings(
@@ -114,8 +114,9 @@ def default_attend_settings(
         block = 16
     programs = batch * kv_heads * -(-heads // (kv_heads * rows))
     splits = min(-(-PROGRAMS // programs), -(-slots // block), MOST_SPLITS)
-    stages = 1 if target == "hip" else 2 if wide else 3
-    return AttendSettings(max(splits, 1), block, rows, 8 if wide and target == "cuda" else 4, stages)
+    # More would not fit into the shared memory of GPUs that are not made for data centres.
+    stages = 1 if target == "hip" else 2 if wide or size > 128 else 3
+    return AttendSettings(max(splits, 1), block, rows, 8 if wide and target != "hip" else 4, stages)
 
 
 def default_head_settings(batch: int, dtype: torch.dtype, *, target: Target = "cuda") -> HeadSettings:
@@ -130,7 +131,7 @@ def default_head_settings(batch: int, dtype: torch.dtype, *, target: Target = "c
         HeadSettings.
     """
     wide = dtype.itemsize > 2
-    stages = 4 if target == "cuda" else 2
+    stages = 2 if target == "hip" else 4
     if batch == 1:
         return HeadSettings(16, 128 if wide else 256, 4, stages, dot=False)
-    return HeadSettings(64, 32 if wide else 128, 4, stages if target == "cuda" else 1, dot=True)
+    return HeadSettings(64, 32 if wide else 128, 4, 1 if target == "hip" else stages, dot=True)

@@ -146,6 +146,16 @@ def test_wrong_settings_are_refused():
         attend_settings_from_ints([1] * 6)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [*SHAPES.values(), (128, 1, 576)])
+def test_default_settings_fit_smaller_gpus(heads, kv_heads, size):
+    settings = settings_for(heads, kv_heads, size, "sm_90", torch.bfloat16)
+    k = empty(2, kv_heads, SLOTS, size)
+    with offline.recorded_launches() as launches:
+        lengths = empty(2, dtype=torch.int64)
+        attend_one_token(empty(2, 1, heads, size), k, k, None, lengths, None, settings, scale=0.1)
+    assert offline.compile_launch(launches[0], "sm_90").shared <= 99 * 1024
+
+
 def test_more_than_one_token_is_refused():
     q, k = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 8, 16)
     mask, lengths = torch.ones(1, 2, 8, dtype=torch.bool), torch.tensor([3])
