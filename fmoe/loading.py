@@ -152,7 +152,14 @@ def make_meta_params(build: Build[Params], *, dtype: torch.dtype, names: Contain
 
     ``names`` are the tensors to believe in; with none, a family takes its layout of one tensor per expert.
     """
-    return build(_Recorder(names, dtype=dtype, device=torch.device("meta")))
+    return make_empty_params(build, dtype=dtype, device=torch.device("meta"), names=names)
+
+
+def make_empty_params(
+    build: Build[Params], *, dtype: torch.dtype, device: torch.device, names: Container[str] = frozenset()
+) -> Params:
+    """Allocate the parameters where and as a load would leave them, and read nothing; as ``make_meta_params``."""
+    return build(_Recorder(names, dtype=dtype, device=device))
 
 
 def count_params(params: Any) -> tuple[int, int]:
