@@ -42,6 +42,14 @@ from .moe import route_and_compute as route_and_compute
 from .norm import add_rms_norm as add_rms_norm
 from .norm import rms_norm as rms_norm
 from .norm import rms_norm_gated as rms_norm_gated
+from .quant import Fp8 as Fp8
+from .quant import count_blocks as count_blocks
+from .quant import dequantize as dequantize
+from .quant import linear as linear
+from .quant import read_experts as read_experts
+from .quant import read_weight as read_weight
+from .quant import weight_dtype as weight_dtype
+from .quant import weight_shape as weight_shape
 from .rotary import RopeConfig as RopeConfig
 from .rotary import apply_rotary as apply_rotary
 from .rotary import apply_rotary_interleaved as apply_rotary_interleaved

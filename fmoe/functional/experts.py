@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .mlp import swiglu
+from .quant import Weight, read_experts, read_weight, weight_shape
 from .routing import Routing
 
 GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -80,8 +81,8 @@ def _has_grouped_strides(matrices: Tensor) -> bool:
 def compute_experts_grouped(
     x_TD: Tensor,
     routing: Routing,
-    w_gate_up_EPD: Tensor,
-    w_down_EDF: Tensor,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
     /,
     *,
     multiply: GroupedMM = grouped_mm,
@@ -93,8 +94,8 @@ def compute_experts_grouped(
     Args:
         x_TD: rows, T >= 0.
         routing: ids in 0..E-1; every column counts, shared ones too.
-        w_gate_up_EPD: gate and up rows of all experts.
-        w_down_EDF: down rows of all experts.
+        w_gate_up_EPD: gate and up rows of all experts; a quantised stack is dequantised whole.
+        w_down_EDF: down rows of all experts, likewise.
         multiply: implementation of ``grouped_mm``.
 
     Returns:
@@ -105,14 +106,15 @@ def compute_experts_grouped(
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
     weights_TK, experts_TK = routing
-    order_N, offsets_E = permute_rows(experts_TK, w_gate_up_EPD.shape[0])
+    order_N, offsets_E = permute_rows(experts_TK, weight_shape(w_down_EDF)[0])
     rows_ND = x_TD[order_N // experts_TK.shape[1]]
-    hidden_NF = swiglu(multiply(rows_ND, w_gate_up_EPD.transpose(1, 2), offsets_E))
-    rows_ND = multiply(hidden_NF, w_down_EDF.transpose(1, 2), offsets_E)
+    w_EPD = read_weight(w_gate_up_EPD, x_TD.dtype, parts=2)
+    hidden_NF = swiglu(multiply(rows_ND, w_EPD.transpose(1, 2), offsets_E))
+    rows_ND = multiply(hidden_NF, read_weight(w_down_EDF, x_TD.dtype).transpose(1, 2), offsets_E)
     return unpermute_rows(rows_ND, order_N, weights_TK).to(x_TD.dtype)
 
 
-def compute_experts_loop(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:
+def compute_experts_loop(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /) -> Tensor:
     """Visit the routed rows one by one: matrix times vector, nothing gathered or sorted.
 
     Reads the ids on the host, so it runs on a CPU, uncompiled or behind an op. Fastest for a few tokens.
@@ -124,13 +126,15 @@ def compute_experts_loop(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, 
         return torch.empty_like(x_TD)
     ids_TK: list[list[int]] = routing.experts_TK.tolist()
     pairs = [(e, x_D) for x_D, ids in zip(x_TD.unbind(), ids_TK, strict=True) for e in ids]
-    hidden_NF = swiglu(torch.stack([torch.mv(w_gate_up_EPD[e], x_D) for e, x_D in pairs]))
-    rows = [torch.mv(w_down_EDF[e], hidden_F) for (e, _), hidden_F in zip(pairs, hidden_NF.unbind(), strict=True)]
+    dtype = x_TD.dtype
+    gate_up = [torch.mv(read_experts(w_gate_up_EPD, e, dtype, parts=2), x_D) for e, x_D in pairs]
+    hidden_NF = swiglu(torch.stack(gate_up))
+    rows = [torch.mv(read_experts(w_down_EDF, e, dtype), h_F) for (e, _), h_F in zip(pairs, hidden_NF, strict=True)]
     rows_TKD = torch.stack(rows).view(*routing.weights_TK.shape, x_TD.shape[1])
     return (rows_TKD.float() * routing.weights_TK[..., None]).sum(1).to(x_TD.dtype)
 
 
-def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:
+def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /) -> Tensor:
     """Run every token through every expert and weigh those not chosen by zero.
 
     E / K times the arithmetic of the grouped form, but no sorting; the weights are read once. Pays where few tokens
@@ -140,18 +144,19 @@ def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor,
         A tensor like x; the formula of ``compute_experts_grouped``.
     """
     weights_TK, experts_TK = routing
-    tokens, experts = x_TD.shape[0], w_down_EDF.shape[0]
+    tokens, experts = x_TD.shape[0], weight_shape(w_down_EDF)[0]
     dense_TE = torch.zeros(tokens, experts, dtype=torch.float32, device=x_TD.device)
     dense_TE = dense_TE.scatter_add(1, experts_TK.long(), weights_TK)
+    w_EPD = read_weight(w_gate_up_EPD, x_TD.dtype, parts=2)
     # One product with all gate and up rows, the tokens as columns: half the time of a batch of products.
-    gate_up_EPT = torch.mm(w_gate_up_EPD.flatten(0, 1), x_TD.T).unflatten(0, (experts, -1))
+    gate_up_EPT = torch.mm(w_EPD.flatten(0, 1), x_TD.T).unflatten(0, (experts, -1))
     hidden_ETF = swiglu(gate_up_EPT.transpose(1, 2))
-    rows_ETD = torch.bmm(hidden_ETF, w_down_EDF.transpose(1, 2))
+    rows_ETD = torch.bmm(hidden_ETF, read_weight(w_down_EDF, x_TD.dtype).transpose(1, 2))
     chosen_ETD = torch.where((dense_TE != 0).T[..., None], rows_ETD.float() * dense_TE.T[..., None], 0.0)
     return chosen_ETD.sum(0).to(x_TD.dtype)
 
 
-def compute_experts_per_slot(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> Tensor:
+def compute_experts_per_slot(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /) -> Tensor:
     """Gather the matrices of every routed row and multiply in a batch; no sorting, but weights are copied.
 
     Returns:
@@ -160,6 +165,7 @@ def compute_experts_per_slot(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tens
     weights_TK, experts_TK = routing
     ids_N = experts_TK.flatten().long()
     rows_ND1 = x_TD.repeat_interleave(experts_TK.shape[1], 0)[..., None]
-    hidden_NF = swiglu(torch.bmm(w_gate_up_EPD[ids_N], rows_ND1).squeeze(-1))
-    rows_TKD = torch.bmm(w_down_EDF[ids_N], hidden_NF[..., None]).view(*weights_TK.shape, x_TD.shape[1])
+    hidden_NF = swiglu(torch.bmm(read_experts(w_gate_up_EPD, ids_N, x_TD.dtype, parts=2), rows_ND1).squeeze(-1))
+    w_NDF = read_experts(w_down_EDF, ids_N, x_TD.dtype)
+    rows_TKD = torch.bmm(w_NDF, hidden_NF[..., None]).view(*weights_TK.shape, x_TD.shape[1])
     return torch.bmm(weights_TK[:, None], rows_TKD.float()).squeeze(1).to(x_TD.dtype)

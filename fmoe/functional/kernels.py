@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import attend
 from .deltanet import delta_mix
 from .experts import compute_experts_grouped
 from .norm import add_rms_norm
+from .quant import linear as linear_reference
 from .routing import Routing, route_fused
 
 
@@ -30,4 +30,4 @@ class Kernels:
     delta_decode: Callable[..., Tensor] = delta_mix
     compute_moe: Callable[..., Tensor] | None = None
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
-    linear: Callable[..., Tensor] = F.linear  # (x [..., D], w [N, D], bias [N] or None) -> [..., N]
+    linear: Callable[..., Tensor] = linear_reference  # (x [..., D], w [N, D] or Fp8, bias [N] or None) -> [..., N]

@@ -6,12 +6,15 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from .quant import Weight
+from .quant import linear as linear_reference
+
 
 class MLPParams(NamedTuple):
     """One SwiGLU block."""
 
-    w_gate_up_PD: Tensor
-    w_down_DF: Tensor
+    w_gate_up_PD: Weight
+    w_down_DF: Weight
 
 
 def swiglu(gate_up_P: Tensor, /) -> Tensor:
@@ -23,7 +26,7 @@ def swiglu(gate_up_P: Tensor, /) -> Tensor:
     return F.silu(gate_F) * up_F
 
 
-def mlp_layer(x_TD: Tensor, params: MLPParams, /, *, linear: Callable[..., Tensor] = F.linear) -> Tensor:
+def mlp_layer(x_TD: Tensor, params: MLPParams, /, *, linear: Callable[..., Tensor] = linear_reference) -> Tensor:
     """Compute ``w_down swiglu(w_gate_up x)``.
 
     Args:

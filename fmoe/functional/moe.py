@@ -6,12 +6,13 @@ Letters: T tokens, D hidden, E routed experts, S shared slots, F expert width, P
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .experts import compute_experts_grouped
 from .kernels import Kernels
 from .mlp import MLPParams, mlp_layer
+from .quant import Weight, weight_shape
+from .quant import linear as linear_reference
 from .routing import RouterConfig, Routing, route_fused, router_logits
 
 SharedExperts = Literal["auto", "fused", "separate"]
@@ -21,15 +22,15 @@ class SharedParams(NamedTuple):
     """A shared expert kept apart from the routed ones."""
 
     mlp: MLPParams
-    w_gate_1D: Tensor | None
+    w_gate_1D: Weight | None
 
 
 class MoEParams(NamedTuple):
     """One layer. What is fused shows in the shapes: S = rows of the stacks - E, gate rows = rows of w_router - E."""
 
     w_router_ED: Tensor  # [E + gate rows, D]
-    w_gate_up_EPD: Tensor  # [E + S, P, D], routed experts first
-    w_down_EDF: Tensor  # [E + S, D, F]
+    w_gate_up_EPD: Weight  # [E + S, P, D], routed experts first
+    w_down_EDF: Weight  # [E + S, D, F]
     bias_E: Tensor | None  # float32, steers the choice only
     shared: SharedParams | None  # None where fused or absent
 
@@ -128,7 +129,7 @@ def route_and_compute(
     Returns:
         A tensor like x.
     """
-    slots = params.w_down_EDF.shape[0] - config.num_experts
+    slots = weight_shape(params.w_down_EDF)[0] - config.num_experts
     logits_TE = router_logits(x_TD, params.w_router_ED, float32=config.float32_logits)
     routing = route(logits_TE, params.bias_E, config, slots=slots)
     if config.round_weights and config.float32_logits:
@@ -138,7 +139,7 @@ def route_and_compute(
 
 
 def add_shared_expert(
-    y_TD: Tensor, x_TD: Tensor, params: SharedParams, /, *, linear: Callable[..., Tensor] = F.linear
+    y_TD: Tensor, x_TD: Tensor, params: SharedParams, /, *, linear: Callable[..., Tensor] = linear_reference
 ) -> Tensor:
     """Add the separate shared expert's output, times the sigmoid of its gate where it has one.
 

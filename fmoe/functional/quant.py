@@ -1,0 +1,112 @@
+"""Weights in blocks of FP8: their form, and what reads a weight whether it is quantised or not.
+
+A block of BLOCK x BLOCK values of float8_e4m3fn shares one float32 factor: ``W[n, d] = w[n, d] * scale[n // 128,
+d // 128]``; blocks at the end of a side may be partial. Letters: E experts, N rows, M unquantised rows behind them,
+D columns, F expert width, P = 2F.
+
+Source: arXiv:2412.19437, section 3.3.2 (fine-grained quantisation of weights).
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+
+
+class Fp8(NamedTuple):
+    """A matrix, or a stack of matrices, that stands where a weight tensor stands.
+
+    The rows of a ``gate and up`` stack are two parts of F: each part's blocks start at its own first row, so that
+    its scale is [E, 2 * ceil(F / 128), ceil(D / 128)] whatever F is.
+    """
+
+    w: Tensor  # float8_e4m3fn, contiguous [..., N, D]
+    scale: Tensor  # float32, contiguous [..., ceil(N / 128), ceil(D / 128)], a factor
+    rest_MD: Tensor | None = None  # rows behind the N that are not quantised, of a single matrix only
+
+
+Weight: TypeAlias = Tensor | Fp8
+
+
+def count_blocks(size: int, /, *, parts: int = 1) -> int:
+    """Return how many blocks ``size`` rows or columns take; each of ``parts`` equal parts starts anew."""
+    return parts * -(-(size // parts) // BLOCK)
+
+
+def weight_shape(w: Weight, /) -> tuple[int, ...]:
+    """Return the shape of the tensor that a weight is or stands for, [..., N + M, D]."""
+    if not isinstance(w, Fp8):
+        return tuple(w.shape)
+    *outer, rows, columns = w.w.shape
+    return (*outer, rows + (0 if w.rest_MD is None else w.rest_MD.shape[0]), columns)
+
+
+def weight_dtype(w: Weight, /) -> torch.dtype:
+    """Return the dtype in which a weight is kept, of an Fp8 float8_e4m3fn."""
+    return w.w.dtype if isinstance(w, Fp8) else w.dtype
+
+
+def dequantize(fp8: Fp8, dtype: torch.dtype, /, *, parts: int = 1) -> Tensor:
+    """Multiply each value with its block's factor, in float32, and round once to ``dtype``.
+
+    Args:
+        fp8: any form.
+        dtype: of the result.
+        parts: 2 for gate and up rows, whose blocks start anew with the up rows.
+
+    Returns:
+        [..., N + M, D]; the M unquantised rows last, as they are.
+    """
+    rows, columns = fp8.w.shape[-2:]
+    factors = fp8.scale.unflatten(-2, (parts, -1)).repeat_interleave(BLOCK, -2)[..., : rows // parts, :]
+    factors = factors.flatten(-3, -2).repeat_interleave(BLOCK, -1)[..., :columns]
+    w = (fp8.w.float() * factors).to(dtype)
+    return w if fp8.rest_MD is None else torch.cat((w, fp8.rest_MD.to(dtype)))
+
+
+def read_weight(w: Weight, dtype: torch.dtype, /, *, parts: int = 1) -> Tensor:
+    """Give a weight as a tensor: one that is quantised in ``dtype``, any other as it is.
+
+    Args:
+        w: a weight.
+        dtype: of the rows that it is multiplied with.
+        parts: as in ``dequantize``.
+    """
+    return dequantize(w, dtype, parts=parts) if isinstance(w, Fp8) else w
+
+
+def read_experts(w_END: Weight, experts: Tensor | int, dtype: torch.dtype, /, *, parts: int = 1) -> Tensor:
+    """Give the matrices of some experts of a stack; only those are dequantised.
+
+    Args:
+        w_END: a stack.
+        experts: one id, or any number of them.
+        dtype: as in ``read_weight``.
+        parts: as in ``dequantize``.
+
+    Returns:
+        [..., N, D], the outer shape that of ``experts``.
+    """
+    if not isinstance(w_END, Fp8):
+        return w_END[experts]
+    # as bytes: not every device gathers FP8
+    w = w_END.w.view(torch.uint8)[experts].view(FP8)
+    return dequantize(Fp8(w, w_END.scale[experts]), dtype, parts=parts)
+
+
+def linear(x: Tensor, w_ND: Weight, bias_N: Tensor | None = None, /) -> Tensor:
+    """Compute ``x w^T + bias``; a quantised weight is dequantised to the dtype of x first.
+
+    Args:
+        x: [..., D].
+        w_ND: weights.
+        bias_N: or None.
+
+    Returns:
+        [..., N].
+    """
+    return F.linear(x, read_weight(w_ND, x.dtype), bias_N)
