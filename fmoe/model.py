@@ -24,6 +24,7 @@ from .options import Defaults, read_defaults
 from .placing import resolve_device, resolve_dtype
 from .plan_search import Search, search_plans
 from .planning import Tune, check_tune, list_keys, plan_layers
+from .random_weights import Weights, check_weights, load_random, open_config
 from .text import Text, load_text
 
 LOG = logging.getLogger("fmoe")
@@ -127,6 +128,8 @@ def load(
     compile: Compile = "auto",
     kernels: Requested = "auto",
     tune: Tune = "cached",
+    weights: Weights = "stored",
+    seed: int = 0,
     progress: bool | None = None,
 ) -> Model:
     """Load a checkpoint folder: config.json, *.safetensors and, for text, tokenizer.json.
@@ -142,6 +145,9 @@ def load(
             where they cannot run.
         tune: ``cached`` takes what ``fmoe.tune`` found here earlier, else the table that comes with fmoe, else a
             rule; ``search`` measures first what was never measured here; ``off`` goes by rule.
+        weights: ``random`` draws them on the device by config.json alone, to measure a model that is not there;
+            without tokenizer.json its prompts are token ids.
+        seed: of random weights.
         progress: show a bar when loading takes over two seconds; None does so on a terminal.
 
     Raises:
@@ -151,6 +157,7 @@ def load(
     """
     check_requested(kernels)
     check_tune(tune)
+    check_weights(weights, seed)
     if not isinstance(compile, bool) and not (isinstance(compile, str) and compile == "auto"):
         raise ValueError(f"compile={compile!r} must be True, False or 'auto'")
     check_progress(progress)
@@ -160,7 +167,7 @@ def load(
             "start workers with 'spawn', or call torch.set_num_threads(1) in each"
         )
     folder = find_folder(path)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder) if weights == "stored" else open_config(folder)
     architecture = find_architecture(checkpoint.config)
     raw = text_config(checkpoint.config)
     config = architecture.parse_config(raw, shared_experts=shared_experts)
@@ -168,13 +175,16 @@ def load(
     defaults = read_defaults(checkpoint.generation_config, checkpoint.config, text)
     resolved_device = resolve_device(device)
     build = partial(_build, architecture, config)
-    ignore = ignored_tensors(config.decoder)
-    stored = stored_dtype(checkpoint)
-    report = check_params(build, checkpoint, dtype=stored, ignore=ignore)
-    resolved_dtype = resolve_dtype(dtype, stored=stored, num_params=report.num_params, device=resolved_device)
-    params = load_params(
-        build, checkpoint, dtype=resolved_dtype, device=resolved_device, ignore=ignore, progress=progress
-    )
+    if weights == "random":
+        params, resolved_dtype = load_random(build, checkpoint.config, dtype=dtype, device=resolved_device, seed=seed)
+    else:
+        ignore = ignored_tensors(config.decoder)
+        stored = stored_dtype(checkpoint)
+        report = check_params(build, checkpoint, dtype=stored, ignore=ignore)
+        resolved_dtype = resolve_dtype(dtype, stored=stored, num_params=report.num_params, device=resolved_device)
+        params = load_params(
+            build, checkpoint, dtype=resolved_dtype, device=resolved_device, ignore=ignore, progress=progress
+        )
     if shared_experts == "auto":
         _log_separate_experts(config)
     plans = plan_layers(list_keys(params, config), resolved_device, requested=kernels, tune=tune)

@@ -7,12 +7,18 @@ far enough apart that tokens spread over the experts.
 
 import zlib
 from collections.abc import Container, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .loading import Build, Params, make_empty_params, named_tensors
+from .checkpoint import Checkpoint, check_quantization, config_dtype, is_present, read_config, read_json
+from .loading import Build, Params, count_params, make_empty_params, make_meta_params, named_tensors
+from .placing import resolve_dtype
+
+Weights = Literal["stored", "random"]
 
 DRAWN_AT_ONCE = 1 << 26  # elements; what is not float32 is drawn in float32 first, so many at a time
 EMBEDDING_STD = 0.02
@@ -24,7 +30,8 @@ MOST_SEED = 2**63 - 1
 UNQUANTISED = ("lm_head", "embed_tokens", "gate", "shared_expert_gate", "in_proj_ba", "conv1d")
 
 
-class QuantisedNames(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class QuantisedNames:
     """The tensor names to believe in: those of the scales of every module that config.json calls quantised.
 
     ``kept`` are the modules that it does not, by whole names or by the ends of names.
@@ -51,10 +58,42 @@ def quantised_names(config: Mapping[str, Any], /) -> QuantisedNames | frozenset[
     return QuantisedNames(tuple(str(name) for name in kept))
 
 
-def check_seed(seed: object, /) -> None:
-    """Raise ValueError unless ``seed`` is a whole number that a generator takes."""
+def check_weights(weights: object, seed: object, /) -> None:
+    """Raise ValueError unless these are what load takes."""
+    if weights not in get_args(Weights):
+        raise ValueError(f"weights={weights!r} must be one of {', '.join(get_args(Weights))}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MOST_SEED:
-        raise ValueError(f"seed={seed!r} must be an int in 0..2**63 - 1")
+        raise ValueError(f"seed={seed!r} must be an int in 0..{MOST_SEED}")
+
+
+def open_config(folder: Path, /) -> Checkpoint:
+    """Read what a folder says about a model, and none of the weights that it may hold."""
+    config = read_config(folder)
+    path = folder / "generation_config.json"
+    if not quantised_names(config):
+        check_quantization(config)
+    return Checkpoint(folder, config, read_json(path) if is_present(path) else None, {})
+
+
+def load_random(
+    build: Build[Params],
+    config: Mapping[str, Any],
+    /,
+    *,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> tuple[Params, torch.dtype]:
+    """Draw a model by its config.json: the dtype that it names, bfloat16 where it names none, FP8 blocks on a GPU.
+
+    Returns:
+        (the parameters, the dtype of those that name none themselves).
+    """
+    stored = config_dtype(config) or torch.bfloat16
+    names = quantised_names(config) if device.type == "cuda" else frozenset()
+    meta = make_meta_params(build, dtype=stored, names=names)
+    resolved = resolve_dtype(dtype, stored=stored, num_params=count_params(meta)[0], device=device)
+    return make_random_params(build, dtype=resolved, device=device, names=names, seed=seed), resolved
 
 
 def make_random_params(
