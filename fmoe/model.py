@@ -13,17 +13,17 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 
 from fmoe.compile.plan import Plan
-from fmoe.compile.select import Requested, check_requested, choose
+from fmoe.compile.select import Decision, Requested, check_requested, choose
 from fmoe.compile.step import Steps, compile_steps
 from fmoe.functional.moe import SharedExperts, SharedPlan
 
 from .architectures import Architecture, FamilyConfig, Params, compute_logits, find_architecture, ignored_tensors
 from .checkpoint import open_checkpoint, stored_dtype
-from .loading import check_params, load_params
+from .loading import check_params, load_params, make_meta_params
 from .options import Defaults, read_defaults
 from .placing import resolve_device, resolve_dtype
 from .plan_search import Search, search_plans
-from .planning import Tune, check_tune, list_keys, plan_layers
+from .planning import Tune, check_tune, decide_kernels, list_keys, plan_layers, prepare_layout
 from .random_weights import Weights, check_weights, load_random, open_config
 from .text import Text, load_text
 
@@ -57,7 +57,8 @@ class Model:
     compile: Compile
     text: Text | None
     defaults: Defaults
-    kernels: Requested = "auto"
+    kernels: Requested = "auto"  # what the plans may name; "aiter" where the weights have its layout
+    decision: Decision = field(default_factory=Decision)
     plans: tuple[Plan, ...] = ()
     announce_graphs: Callable[[], None] = field(default_factory=_announce_graphs)
     process: int = field(default_factory=os.getpid)  # where it was loaded
@@ -175,25 +176,38 @@ def load(
     defaults = read_defaults(checkpoint.generation_config, checkpoint.config, text)
     resolved_device = resolve_device(device)
     build = partial(_build, architecture, config)
+    decide = partial(decide_kernels, config=config, device=resolved_device, requested=kernels, progress=progress)
     if weights == "random":
         params, resolved_dtype = load_random(build, checkpoint.config, dtype=dtype, device=resolved_device, seed=seed)
+        decision = decide(params)
     else:
         ignore = ignored_tensors(config.decoder)
         stored = stored_dtype(checkpoint)
         report = check_params(build, checkpoint, dtype=stored, ignore=ignore)
         resolved_dtype = resolve_dtype(dtype, stored=stored, num_params=report.num_params, device=resolved_device)
+        # Before any weight is read: what was asked for by name may not run here.
+        decision = decide(make_meta_params(build, dtype=resolved_dtype, names=checkpoint.tensors))
         params = load_params(
             build, checkpoint, dtype=resolved_dtype, device=resolved_device, ignore=ignore, progress=progress
         )
+    loaded = [params]
+    del params  # the list alone holds them while their layout changes
+    params = prepare_layout(loaded, decision)
     if shared_experts == "auto":
         _log_separate_experts(config)
-    plans = plan_layers(list_keys(params, config), resolved_device, requested=kernels, tune=tune)
+    plans = plan_layers(list_keys(params, config), resolved_device, requested=decision.requested, tune=tune)
     if tune == "search":
         keys = [plan.key for plan in plans]
         plans = search_plans(
-            params, config.router, keys, resolved_device, requested=kernels, search=Search(), progress=progress
+            params,
+            config.router,
+            keys,
+            resolved_device,
+            requested=decision.requested,
+            search=Search(),
+            progress=progress,
         )
-    eager, graphs = _make_steps(architecture, config, resolved_device, plans)
+    eager, graphs = _make_steps(architecture, config, resolved_device, plans, decision)
     return Model(
         folder=folder,
         architecture=architecture,
@@ -204,7 +218,8 @@ def load(
         eager=eager,
         graphs=graphs,
         compile=compile,
-        kernels=kernels,
+        kernels=decision.requested,
+        decision=decision,
         plans=plans,
         text=text,
         defaults=defaults,
@@ -212,12 +227,17 @@ def load(
 
 
 def _make_steps(
-    architecture: Architecture, config: FamilyConfig, device: torch.device, plans: tuple[Plan, ...]
+    architecture: Architecture,
+    config: FamilyConfig,
+    device: torch.device,
+    plans: tuple[Plan, ...],
+    decision: Decision,
 ) -> tuple[Steps, Steps]:
     """Bind config and kernels: the plain functions, and the graphs, of which nothing is compiled yet."""
     head = partial(compute_logits, eps=config.decoder.eps)
-    eager = architecture.make_layers(config, choose(device, compiled=False, plans=plans))
-    graphs = architecture.make_layers(config, choose(device, compiled=True, plans=plans))
+    bound = partial(choose, device, plans=plans, decision=decision)
+    eager = architecture.make_layers(config, bound(compiled=False))
+    graphs = architecture.make_layers(config, bound(compiled=True))
     return Steps(eager, head, compiled=False), compile_steps(graphs, head, device=device)
 
 
@@ -225,7 +245,7 @@ def replan(model: Model, plans: tuple[Plan, ...], /) -> Model:
     """Give the model with other plans and, where they differ, graphs that are yet to be compiled."""
     if plans == model.plans:
         return model
-    eager, graphs = _make_steps(model.architecture, model.config, model.device, plans)
+    eager, graphs = _make_steps(model.architecture, model.config, model.device, plans, model.decision)
     return replace(model, plans=plans, eager=eager, graphs=graphs)
 
 

@@ -1,18 +1,28 @@
-"""The plans of a loaded model: which operators it has, and what this machine and fmoe know about them."""
+"""How a model will run: which kernels it gets, the layout of their weights, and the plans of its operators."""
 
+import logging
+import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
+from torch import nn
+from tqdm import tqdm
 
+from fmoe.compile.aiter_kernels import prepare_experts
+from fmoe.compile.aiter_selftest import Outcome, run_selftest
+from fmoe.compile.capabilities import AiterRecord
 from fmoe.compile.device import describe_device
 from fmoe.compile.plan import Key, Plan, describe_choice, linear_key, make_plan, moe_key
 from fmoe.compile.plan_tables import read_tables
-from fmoe.compile.select import Requested, list_allowed
+from fmoe.compile.probing import SelfTest, probe
+from fmoe.compile.select import Decision, Requested, connect_aiter, decide, list_allowed
 from fmoe.functional.moe import MoEParams
 
 from .architectures import FamilyConfig, Params
 
+LOG = logging.getLogger("fmoe")
 SMALLEST = 16  # rows and columns of a matrix that is worth a plan
 
 Tune = Literal["cached", "search", "off"]
@@ -51,6 +61,86 @@ def _find_projections(values: object) -> Iterable[torch.Tensor]:
             yield from _find_projections(value)
 
 
+def decide_kernels(
+    params: Params, /, *, config: FamilyConfig, device: torch.device, requested: Requested, progress: bool | None = None
+) -> Decision:
+    """Decide what runs a model's MoE layers here, and with "auto" log it; AITER is imported where it is taken.
+
+    Args:
+        params: the model's, which may be on the meta device.
+        config: the model.
+        device: where the parameters will be.
+        requested: kernels asked for by name.
+        progress: show how AITER is tried out, once for an installation; None does so on a terminal.
+
+    Raises:
+        RuntimeError: kernels asked for by name cannot run.
+    """
+    key = next((key for key in list_keys(params, config) if key.operator == "moe"), None)
+    biased = any(isinstance(layer.mlp, MoEParams) and layer.mlp.bias_E is not None for layer in params.layers)
+    choose = partial(decide, key, config.router, biased=biased, requested=requested)
+    ask_aiter = key is not None and requested in ("auto", "aiter")
+    capabilities = probe(device, selftest=show_selftest(progress), ask_aiter=ask_aiter)
+    decision = choose(capabilities=capabilities)
+    if decision.record is not None:
+        decision = choose(capabilities=connect_aiter(capabilities))
+    if requested == "auto":
+        for line in decision.lines:
+            LOG.info(line)
+    return decision
+
+
+def show_selftest(progress: bool | None, /) -> SelfTest:
+    """Give the self-test of AITER with its last line shown while it runs; None shows it on a terminal only."""
+    if not (sys.stderr.isatty() if progress is None else progress):
+        return run_selftest
+
+    def run(record: AiterRecord, device: str) -> Outcome:
+        with tqdm(bar_format="{desc}", file=sys.stderr, leave=False) as bar:
+
+            def show(seconds: float, last_line: str) -> None:
+                bar.set_description_str(f"trying AITER out, once: {seconds:.0f} s  {last_line}")
+
+            return run_selftest(record, device, progress=show)
+
+    return run
+
+
+def prepare_layout(loaded: list[Params], decision: Decision, /) -> Params:
+    """Bring the weights into the layout that their kernels read, layer by layer.
+
+    Args:
+        loaded: the parameters alone in a list, which is emptied: with no other reference to them, what a layer had
+            is freed before the next one is prepared.
+        decision: what runs them.
+
+    Returns:
+        The parameters.
+    """
+    params = loaded.pop()
+    if decision.experts != "aiter":
+        return params
+    layers = list(params.layers)
+    params = params._replace(layers=())
+    for i, layer in enumerate(layers):
+        if isinstance(layer.mlp, MoEParams):
+            layers[i] = layer._replace(mlp=_prepare_experts(layer.mlp, decision.gate_rows))
+        del layer
+    return params._replace(layers=tuple(layers))
+
+
+def _prepare_experts(params: MoEParams, gate_rows: int) -> MoEParams:
+    """Pad and shuffle both stacks, and give each slot a row of the router where one gate serves them all."""
+    stacks = prepare_experts(params.w_gate_up_EPD, params.w_down_EDF)
+    # Parameters, as the loader makes them: only then do CUDA graphs treat them as static.
+    w_gate_up_EPD, w_down_EDF = (nn.Parameter(stack, requires_grad=False) for stack in stacks)
+    w_router_ED = params.w_router_ED
+    if gate_rows:
+        rows = torch.cat((w_router_ED, w_router_ED[-1:].expand(gate_rows - 1, -1)))
+        w_router_ED = nn.Parameter(rows, requires_grad=False)
+    return params._replace(w_router_ED=w_router_ED, w_gate_up_EPD=w_gate_up_EPD, w_down_EDF=w_down_EDF)
+
+
 def format_plans(plans: Iterable[Plan], /) -> str:
     """Write plans as a table: operator, up to how many tokens, what runs, and where the choice comes from."""
     lines = []
@@ -69,7 +159,7 @@ def plan_layers(keys: Iterable[Key], device: torch.device, /, *, requested: Requ
     Args:
         keys: as listed.
         device: where the parameters are.
-        requested: kernels asked for by name.
+        requested: ``Decision.requested``, or kernels asked for by name.
         tune: ``off`` leaves both tables aside.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmoe.functional.routing import RouterConfig, Routing, inject_shared_experts, weigh_chosen
 
-from .aiter_kernels import fused_experts, grouped_topk_, topk_softmax_
+from .aiter_kernels import WAY_OUT, fused_experts, grouped_topk_, topk_softmax_
 from .aiter_rules import can_route, decide_topk
 from .capabilities import AiterRecord
 
@@ -175,7 +175,14 @@ def route_aiter(
     if slots and not fused:
         gates_TS = logits_TE[:, experts:] if gate_rows else None
         routing = inject_shared_experts(routing, gates_TS, slots=slots, first=experts)
-    assert routing.experts_TK.shape[1] == routing.weights_TK.shape[1] == top_k + slots
+    return _check_columns(routing, top_k + slots)
+
+
+def _check_columns(routing: Routing, columns: int) -> Routing:
+    """Raise RuntimeError unless the routing has K + S columns: fewer would lose the shared experts unseen."""
+    widths = {routing.experts_TK.shape[1], routing.weights_TK.shape[1]}
+    if widths != {columns}:
+        raise RuntimeError(f"a routing must have K + S = {columns} columns, AITER's has {widths}; {WAY_OUT}")
     return routing
 
 

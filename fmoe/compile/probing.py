@@ -23,7 +23,9 @@ logger = logging.getLogger("fmoe")
 SelfTest = Callable[[AiterRecord, str], Outcome]
 
 
-def probe(device: torch.device, /, *, fresh: bool = False, selftest: SelfTest = run_selftest) -> Capabilities:
+def probe(
+    device: torch.device, /, *, fresh: bool = False, selftest: SelfTest = run_selftest, ask_aiter: bool = True
+) -> Capabilities:
     """Find out what a device can run.
 
     AITER is neither imported here nor looked for where there is no AMD GPU; where there is one, its files are read
@@ -33,7 +35,11 @@ def probe(device: torch.device, /, *, fresh: bool = False, selftest: SelfTest = 
         device: where a model's parameters will be.
         fresh: try AITER out again.
         selftest: how to try it out.
+        ask_aiter: False leaves AITER alone.
     """
+    aiter = AiterRecord(present=False, reason="aiter was not asked for")
+    if ask_aiter:
+        aiter = probe_aiter(device, fresh=fresh, selftest=selftest)
     kind, name, arch, units = _describe_device(device)
     return Capabilities(
         device_type=kind,
@@ -41,8 +47,8 @@ def probe(device: torch.device, /, *, fresh: bool = False, selftest: SelfTest = 
         arch=arch,
         units=units,
         torch=str(torch.__version__),
-        triton=_probe_triton(device),
-        aiter=probe_aiter(device, fresh=fresh, selftest=selftest),
+        triton=probe_triton(device),
+        aiter=aiter,
         grouped_mm=_probe_grouped_mm(device),
     )
 
@@ -103,12 +109,15 @@ def _describe_device(device: torch.device) -> tuple[str, str, str, int]:
     return device.type, properties.name, arch, properties.multi_processor_count
 
 
-def _probe_triton(device: torch.device) -> Availability:
+def probe_triton(device: torch.device, /) -> Availability:
+    """Find out whether Triton's kernels run on a device; on a CPU only where TRITON_INTERPRET=1 interprets them."""
     version = _triton_version()
+    if device.type == "cpu" and version and os.environ.get("TRITON_INTERPRET") == "1":
+        return Availability(True, "interpreted, slowly", version)
     if device.type != "cuda":
         return Availability(False, f"triton needs a GPU; the device is {device}", version)
     if not version:
-        return Availability(False, "triton not installed")
+        return Availability(False, "triton not installed; a build of torch for a GPU brings it")
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return Availability(False, f"fmoe's kernels need sm_80 or later; {device} is older", version)
     return Availability(True, "", version)
