@@ -72,6 +72,7 @@ def make_forms(s: dict[str, Any], weights: list[dict[str, Tensor]], tokens: int)
     def add(y_TD: Tensor, x_TD: Tensor, params: MoEParams) -> Tensor:
         return add_shared_expert(y_TD, x_TD, params.shared, linear=lambda *m: linear_planned(*m, plans=linear))
 
+    torch.compiler.reset()
     compiled = torch.compile(add, fullgraph=True, dynamic=False)
     zeros = torch.zeros(tokens, s["D"], device="cuda", dtype=torch.bfloat16)
     side = torch.cuda.Stream()

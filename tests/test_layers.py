@@ -29,6 +29,7 @@ DOORS = {
         "fmoe/compile/delta_ops.py",
         "fmoe/compile/head_ops.py",
         "fmoe/compile/linear_ops.py",
+        "fmoe/compile/tune_ops.py",
         "fmoe/compile/kernels/",
     ),
     "fmoe.models": ("fmoe/architectures.py", "models/"),
