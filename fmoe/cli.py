@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from .checkpoint import read_config
+from .cli_bench import bench_command
 from .cli_machine import tune_command
 from .cli_options import choosing, command, loading, quiet_progress, running, sampling, split_options, switches
 from .completion import StreamedToken
@@ -253,3 +254,4 @@ def info_command(path: str, as_json: bool, quiet: bool, **options: Any) -> None:
 
 
 main.add_command(tune_command)
+main.add_command(bench_command)

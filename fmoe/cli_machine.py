@@ -6,7 +6,16 @@ from typing import Any
 
 import click
 
-from .cli_options import command, kernels_option, loading, quiet_progress, running, split_options, switches
+from .cli_options import (
+    command,
+    kernels_option,
+    loading,
+    quiet_progress,
+    running,
+    split_options,
+    switches,
+    weights_option,
+)
 from .model import load
 from .plan_search import BATCH_SIZES, BUDGET_S, KEY_BUDGET_S, MAX_TOKENS
 from .planning import format_plans
@@ -23,6 +32,7 @@ def _read_sizes(context: click.Context, parameter: click.Parameter, value: str) 
 @click.command("tune")
 @loading
 @kernels_option
+@weights_option
 @running
 @click.option(
     "--batch-sizes",

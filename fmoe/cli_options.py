@@ -14,6 +14,7 @@ from fmoe.compile.select import Requested
 
 from .model import Compile
 from .planning import Tune
+from .random_weights import Weights
 
 LOG = logging.getLogger("fmoe")
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -77,8 +78,16 @@ kernels_option = click.option(
     show_default=True,
     help="Fused kernels: those that can run here, none, or one kind, which must run.",
 )
+weights_option = click.option(
+    "--weights",
+    type=click.Choice(get_args(Weights)),
+    default="stored",
+    show_default=True,
+    help="random draws them by config.json alone, to measure a model that is not there.",
+)
 choosing = options(
     kernels_option,
+    weights_option,
     click.option(
         "--tune",
         type=click.Choice(get_args(Tune)),
@@ -111,7 +120,7 @@ sampling = options(
 
 
 # What load takes, by the names that the options have.
-LOADING = ("device", "dtype", "shared_experts", "compile", "kernels", "tune")
+LOADING = ("device", "dtype", "shared_experts", "compile", "kernels", "weights", "tune")
 
 
 def split_options(options: Mapping[str, Any], /) -> tuple[dict[str, Any], dict[str, Any]]:

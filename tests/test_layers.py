@@ -33,6 +33,7 @@ DOORS = {
         "fmoe/compile/kernels/",
     ),
     "fmoe.models": ("fmoe/architectures.py", "models/"),
+    "matplotlib": "fmoe/benchmark_plot.py",
 }
 
 
