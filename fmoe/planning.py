@@ -19,6 +19,7 @@ from fmoe.compile.plan_tables import read_tables
 from fmoe.compile.probing import SelfTest, probe
 from fmoe.compile.select import Decision, Requested, connect_aiter, decide, list_allowed
 from fmoe.functional.moe import MoEParams
+from fmoe.functional.quant import Fp8, weight_dtype, weight_shape
 
 from .architectures import FamilyConfig, Params
 
@@ -40,19 +41,21 @@ def list_keys(params: Params, config: FamilyConfig, /) -> list[Key]:
     for layer in params.layers:
         if isinstance(layer.mlp, MoEParams):
             router = config.router
-            rows, (stacked, hidden, width) = layer.mlp.w_router_ED.shape[0], layer.mlp.w_down_EDF.shape
+            rows, (stacked, hidden, width) = layer.mlp.w_router_ED.shape[0], weight_shape(layer.mlp.w_down_EDF)
             experts = router.num_experts
             sizes = (experts, router.top_k, stacked - experts, rows - experts, hidden, width)
-            keys[moe_key(*sizes, layer.mlp.w_down_EDF.dtype)] = None
+            keys[moe_key(*sizes, weight_dtype(layer.mlp.w_down_EDF))] = None
         for weights in _find_projections(layer):
-            keys[linear_key(*weights.shape, weights.dtype)] = None
+            keys[linear_key(weights.shape[0], weights.shape[1], weights.dtype)] = None
     return list(keys)
 
 
 def _find_projections(values: object) -> Iterable[torch.Tensor]:
-    """Find the matrices of a layer outside its routed experts; what is too small to matter is none."""
+    """Find the matrices of a layer outside its routed experts; what is too small to matter is none, nor what is FP8."""
     if isinstance(values, MoEParams):
         yield from _find_projections(values.shared)
+    elif isinstance(values, Fp8):
+        return  # the one function that reads it is the reference
     elif isinstance(values, torch.Tensor):
         if values.dim() == 2 and min(values.shape) >= SMALLEST:
             yield values
@@ -131,7 +134,8 @@ def prepare_layout(loaded: list[Params], decision: Decision, /) -> Params:
 
 def _prepare_experts(params: MoEParams, gate_rows: int) -> MoEParams:
     """Pad and shuffle both stacks, and give each slot a row of the router where one gate serves them all."""
-    stacks = prepare_experts(params.w_gate_up_EPD, params.w_down_EDF)
+    assert isinstance(params.w_gate_up_EPD, torch.Tensor) and isinstance(params.w_down_EDF, torch.Tensor)
+    stacks = prepare_experts(params.w_gate_up_EPD, params.w_down_EDF)  # of FP8 AITER was not chosen
     # Parameters, as the loader makes them: only then do CUDA graphs treat them as static.
     w_gate_up_EPD, w_down_EDF = (nn.Parameter(stack, requires_grad=False) for stack in stacks)
     w_router_ED = params.w_router_ED

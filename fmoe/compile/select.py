@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import ModuleType
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +108,8 @@ def decide(
     if requested == "aiter" and (without_aiter or not routes):
         raise RuntimeError(f"kernels='aiter' cannot run here: {without_aiter or how}; use kernels='auto'")
     if not without_aiter:
-        record, routing = capabilities.aiter, cast(Kind, "aiter" if routes else "reference")
+        record = capabilities.aiter
+        routing: Kind = "aiter" if routes else "reference"
         lines = (f"experts: aiter {record.version or '(unknown version)'}", f"routing: {routing} ({how})")
         rows = _replicated_gate(key, router, record) if routes else 0
         return Decision("aiter", "aiter", routing, record, rows, lines)
