@@ -27,7 +27,7 @@ TOKENS = (1, 2, 8, 64, 256, 2048, 16384)
 
 def launches_of(shape, tokens, target, **changes):
     experts, top_k, slots, hidden, width = SHAPES[shape]
-    kind = "cuda" if target == "sm_90" else "hip"
+    kind = "hopper" if target == "sm_90" else "hip"
     settings = default_settings(tokens, experts, top_k, slots, hidden, width, torch.bfloat16, target=kind)
     values = {name: getattr(settings, name) for name in Settings.__dataclass_fields__} | changes
     config = RouterConfig(experts, top_k)
@@ -75,6 +75,37 @@ def test_every_path_compiles_for_odd_sizes(tokens, path):
     config = RouterConfig(60, 4, scoring="sigmoid", groups=5, groups_kept=2, group_score="top2")
     launches = record_layer(settings, config, tokens=tokens, slots=3, hidden=96, width=40, dtype=torch.float16)
     assert find_misfits(launches, "sm_90") + find_misfits(launches, "gfx942") == []
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 1), (5, 1), (2, 2)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_choice_compiles_for_the_smallest_sizes(tokens, experts, top_k):
+    """The interpreter takes what the compiler's sort and top-k do not."""
+    for slots in (0, 1):
+        settings = default_settings(tokens, experts, top_k, slots, 96, 40, torch.bfloat16)
+        launches = record_layer(
+            settings,
+            RouterConfig(experts, top_k),
+            tokens=tokens,
+            slots=slots,
+            hidden=96,
+            width=40,
+            dtype=torch.bfloat16,
+        )
+        assert find_misfits(launches, "sm_90") + find_misfits(launches, "gfx942") == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_the_rule_for_any_cuda_device_fits_the_smaller_ones(tokens, shape):
+    """Consumer cards give a program 99 KB of shared memory."""
+    experts, top_k, slots, hidden, width = SHAPES[shape]
+    settings = default_settings(tokens, experts, top_k, slots, hidden, width, torch.bfloat16, target="cuda")
+    launches = record_layer(
+        settings, RouterConfig(experts, top_k), tokens=tokens, slots=slots, hidden=hidden, width=width,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert max(compile_launch(launch, "sm_90").shared for launch in launches) <= 101_376
 
 
 def test_dependent_launch_is_never_named_when_off():

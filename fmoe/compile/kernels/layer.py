@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmoe.functional.routing import RouterConfig, Routing
 
-from ..settings import Settings, default_settings
+from ..settings import Settings
 from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
 from .moe_prefill import compute_experts_sorted
 from .route import route_tokens, tabulate
@@ -183,12 +183,12 @@ def run_moe_layer_apart(
 
 
 def _run_shared_slots(x_TD: Tensor, w_gate_GD: Tensor, w_gate_up_SPD: Tensor, w_down_SDF: Tensor) -> Tensor:
-    """Every row through every slot, weighted by the sigmoid of its gate where there is one."""
-    (tokens, hidden), (slots, _, width) = x_TD.shape, w_down_SDF.shape
+    """Every row through every slot by torch's products, weighted by the sigmoid of its gate where there is one."""
+    slots, _, width = w_down_SDF.shape
+    gate_up_TSHF = F.linear(x_TD, w_gate_up_SPD.flatten(0, 1)).view(-1, slots, 2, width)
+    h_TSF = F.silu(gate_up_TSHF[:, :, 0]) * gate_up_TSHF[:, :, 1]
     if w_gate_GD.shape[0]:
-        weights_TS = F.linear(x_TD, w_gate_GD).float().sigmoid().expand(tokens, slots).contiguous()
-    else:
-        weights_TS = torch.ones(tokens, slots, dtype=torch.float32, device=x_TD.device)
-    experts_TS = torch.arange(slots, dtype=torch.int32, device=x_TD.device).expand(tokens, slots).contiguous()
-    settings = default_settings(tokens, slots, slots, 0, hidden, width, x_TD.dtype)
-    return compute_experts_kernels(x_TD, Routing(weights_TS, experts_TS), w_gate_up_SPD, w_down_SDF, settings)
+        h_TSF = h_TSF * F.linear(x_TD, w_gate_GD).sigmoid()[..., None]
+    if slots == 1:
+        return F.linear(h_TSF[:, 0], w_down_SDF[0])
+    return torch.bmm(h_TSF.transpose(0, 1), w_down_SDF.transpose(1, 2)).sum(0)
