@@ -16,6 +16,7 @@ from fmoe.compile.kernels import (
     compute_experts_kernels,
     route_tokens,
     run_moe_layer,
+    run_moe_layer_apart,
     sort_pairs,
     tabulate,
 )
@@ -100,6 +101,41 @@ def test_the_layer_equals_the_formula(path, case, dtype, rng):
     routing = route_fused((x.double() @ router.double().T).to(dtype), None, config, slots=slots)
     assert y.dtype == dtype
     assert relative_error(y, experts_by_loop(x, routing, w_gate_up, w_down)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("slots", "gate_rows"), [(1, 1), (3, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize("path", ["slots", "grouped"])
+def test_shared_slots_apart_give_the_layer(path, slots, gate_rows, rng):
+    config = RouterConfig(7, 3, scale=2.5)
+    router, w_gate_up, w_down = weights(7, slots, gate_rows, rng, torch.float32)
+    x = torch.randn(4, D, generator=rng)
+
+    y = run_moe_layer_apart(x, router, None, w_gate_up, w_down, config, PATHS[path], beside=False)
+
+    routing = route_fused(x.double() @ router.double().T, None, config, slots=slots)
+    assert relative_error(y, experts_by_loop(x, routing, w_gate_up, w_down)) < 3e-6
+
+
+def test_what_the_kernels_would_read_wrongly_is_refused(rng):
+    config = RouterConfig(7, 3)
+    router, w_gate_up, w_down = weights(7, 1, 1, rng, torch.float32)
+    x, bias = torch.randn(2, D, generator=rng), torch.zeros(7)
+    for wrong, message in (
+        ((x, router.T.contiguous().T, None, w_gate_up, w_down), "w_router must be contiguous torch.float32, got"),
+        ((x, router.half(), None, w_gate_up, w_down), "w_router must be contiguous torch.float32, got torch.float16"),
+        ((x, router[:5], None, w_gate_up, w_down), r"w_router \(5, 96\) must be \[7 experts \+ 0, 1 or 1 gates, 96\]"),
+        ((x, router, bias.half(), w_gate_up, w_down), r"bias must be contiguous float32 \[7\], got torch.float16"),
+        ((x, router, bias[:6], w_gate_up, w_down), r"bias must be contiguous float32 \[7\], got torch.float32 \(6,\)"),
+        ((x, router, None, w_gate_up.mT.contiguous().mT, w_down), "x and the experts must be contiguous"),
+        ((x, router, None, w_gate_up, w_down.half()), "x and the experts must have one dtype"),
+        ((x[:, :90], router, None, w_gate_up, w_down), r"must be \[T, D\], \[E, 2F, D\] and \[E, D, F\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_moe_layer(*wrong, config, SLOTS)
+    with pytest.raises(NotImplementedError, match="no MoE kernel reads"):
+        run_moe_layer(*(t.double() for t in (x, router)), None, w_gate_up.double(), w_down.double(), config, SLOTS)
+    with pytest.raises(ValueError, match="the stacks hold 7 experts and no shared slot; use run_moe_layer"):
+        run_moe_layer_apart(x, router[:7], None, w_gate_up[:7], w_down[:7], config, SLOTS, beside=False)
 
 
 @pytest.mark.parametrize("path", PATHS)
