@@ -171,7 +171,7 @@ def run_benchmark(
         LOG.info("this machine moves %.1f GB/s and computes %.2f TFLOP/s", rates.gbps, rates.tflops)
         decode = tuple(measure_decode(model, batch, settings, rates) for batch in settings.batch_sizes)
         prefills = tuple(measure_prefill(model, tokens, settings, rates) for tokens in settings.prefill_tokens)
-    peaks += [case.peak_bytes for case in (*decode, *prefills)]
+    peaks += [case.peak_bytes for case in decode] + [case.peak_bytes for case in prefills]
     known = [peak for peak in peaks if peak is not None]
     sizes: dict[str, int] = {}
     for _, tensor in named_tensors(model.params):
