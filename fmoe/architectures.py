@@ -17,6 +17,8 @@ from fmoe.models.decoder import State as State
 from fmoe.models.decoder import compute_logits as compute_logits
 from fmoe.models.decoder import forward as forward
 from fmoe.models.decoder import state_row as state_row
+from fmoe.models.weights import DIFFER as DIFFER
+from fmoe.models.weights import SCALE as SCALE
 from fmoe.models.weights import Fill as Fill
 from fmoe.models.weights import Piece as Piece
 

@@ -38,6 +38,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_KEYS = {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 # how files begin that people find under a .safetensors name, and what they are
@@ -227,20 +228,25 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:
-    """Refuse a quantised checkpoint; none can be read yet."""
+    """Refuse quantisations that cannot be read: all but FP8 in blocks of 128 x 128, with factors beside the weights.
+
+    Which tensors are quantised is not asked here: the names of the factors tell.
+    """
     for part in (config, _text_config(config)):
         quantization = part.get("quantization_config")
         if quantization is None:
             continue
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if method == "fp8":
-            raise NotImplementedError(
-                "config.json has quant_method 'fp8', which is not implemented yet; use the unquantised checkpoint"
+        if method != "fp8":
+            raise ValueError(
+                f"config.json has the unknown quant_method {method!r}; known are 'fp8'; use the unquantised checkpoint"
             )
-        raise ValueError(
-            f"config.json has the unknown quant_method {method!r}; known are 'fp8' (not implemented yet); "
-            "use the unquantised checkpoint"
-        )
+        for key, known in FP8_KEYS.items():
+            if isinstance(quantization, dict) and quantization.get(key, known) != known:
+                raise NotImplementedError(
+                    f"config.json has quant_method 'fp8' with {key} {quantization[key]!r:.80}; implemented is "
+                    f"{known!r}; use the unquantised checkpoint"
+                )
 
 
 def _reason(error: Exception) -> str:

@@ -16,14 +16,16 @@ from fmoe.functional.cache import DeltaCache
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.mlp import MLPParams
 from fmoe.functional.moe import MoEParams, SharedExperts, SharedPlan
+from fmoe.functional.quant import weight_shape
 from fmoe.functional.routing import RouterConfig
 
-from .architectures import Architecture, FamilyConfig, Params, find_architecture, ignored_tensors
+from .architectures import DIFFER, SCALE, Architecture, FamilyConfig, Params, find_architecture, ignored_tensors
 from .checkpoint import INDEX, check_quantization, config_dtype, is_present, open_checkpoint, read_config, stored_dtype
-from .loading import check_params, count_params, make_meta_params, named_tensors
+from .loading import check_params, count_elements, count_params, make_meta_params, named_tensors
 from .model import CPU_COMPILE_TOKENS, Compile, find_folder, text_config
-from .placing import available_bytes, resolve_device, resolve_dtype
+from .placing import available_bytes, resolve_device, resolve_dtype, why_not_fp8
 from .planning import list_keys, plan_layers
+from .random_weights import quantised_names
 
 USUAL_TOKENS = 4096
 PARTS = ("embedding", "head", "mixers", "dense MLPs", "routers", "routed experts", "shared experts", "norms")
@@ -140,7 +142,7 @@ def describe(
         family=getattr(architecture, "__name__", "").rpartition(".")[2],
         model_type=str(raw.get("model_type")),
         weights=weights.note,
-        stored_dtype=_short(weights.dtype),
+        stored_dtype=_short(weights.dtype) + (", most weights in FP8 blocks" if weights.fp8 else ""),
         hidden_size=config.decoder.hidden_size,
         vocab_size=config.decoder.vocab_size,
         max_context=config.decoder.max_context,
@@ -160,6 +162,7 @@ class _Weights(NamedTuple):
     note: str
     dtype: torch.dtype
     names: Container[str]
+    fp8: bool  # some are factors of FP8 blocks
 
 
 def _build(architecture: Architecture, config: FamilyConfig, fill: Any) -> Params:
@@ -176,17 +179,20 @@ def _find_weights(folder: Path, architecture: Architecture, config: FamilyConfig
             check_quantization(raw)
         except (ValueError, NotImplementedError) as error:
             note += f"; those of this config.json cannot be loaded: {error}"
-        return _Weights(note, named or torch.bfloat16, names)
+        names = quantised_names(raw)
+        return _Weights(note, named or torch.bfloat16, names, bool(names))
+    fp8 = False
     try:
         checkpoint = open_checkpoint(folder)
         names, stored = checkpoint.tensors, stored_dtype(checkpoint)
+        fp8 = any(name.endswith(SCALE) for name in checkpoint.tensors)
         ignore = ignored_tensors(config.decoder)
         report = check_params(partial(_build, architecture, config), checkpoint, dtype=stored, ignore=ignore)
     except (ValueError, NotImplementedError, OSError) as error:
-        return _Weights(f"these cannot be loaded: {error}", named or torch.bfloat16, names)
+        return _Weights(f"these cannot be loaded: {error}", named or torch.bfloat16, names, fp8)
     unused = f"; {len(report.ignored)} more are not used" if report.ignored else ""
     note = f"{report.read} tensors ({format_bytes(report.read_bytes)}) that agree with config.json{unused}"
-    return _Weights(note, stored, names)
+    return _Weights(note, stored, names, fp8)
 
 
 def _plan_params(
@@ -197,11 +203,11 @@ def _plan_params(
     device: torch.device,
 ) -> tuple[Params, torch.dtype]:
     """Return the parameters on the meta device, in the dtype in which they would be loaded, and that dtype."""
-    build = partial(_build, architecture, config)
-    params = make_meta_params(build, dtype=weights.dtype, names=weights.names)
+    build, keep = partial(_build, architecture, config), not why_not_fp8(device)
+    params = make_meta_params(build, dtype=weights.dtype, names=weights.names, keep_fp8=keep)
     resolved = resolve_dtype(dtype, stored=weights.dtype, num_params=count_params(params)[0], device=device)
     if resolved != weights.dtype:
-        params = make_meta_params(build, dtype=resolved, names=weights.names)
+        params = make_meta_params(build, dtype=resolved, names=weights.names, keep_fp8=keep)
     return params, resolved
 
 
@@ -224,12 +230,13 @@ def _group_layers(params: Params, config: FamilyConfig) -> tuple[LayerGroup, ...
     for i, (kind, layer) in enumerate(zip(config.decoder.layer_kinds, params.layers, strict=True)):
         mlp, router, plan = layer.mlp, routers[i], plans[i]
         if isinstance(mlp, MLPParams):
-            key: tuple[Any, ...] = (kind, "dense", mlp.w_down_DF.shape[-1], 0, 0, 0, 0, "no shared expert")
+            key: tuple[Any, ...] = (kind, "dense", weight_shape(mlp.w_down_DF)[-1], 0, 0, 0, 0, "no shared expert")
         else:
             assert router is not None
-            width, slots = mlp.w_down_EDF.shape[-1], mlp.w_down_EDF.shape[0] - router.num_experts
-            shared_width = slots * width if mlp.shared is None else mlp.shared.mlp.w_down_DF.shape[-1]
-            reason = "" if plan is None else plan.reason
+            stacked, _, width = weight_shape(mlp.w_down_EDF)
+            slots = stacked - router.num_experts
+            shared_width = slots * width if mlp.shared is None else weight_shape(mlp.shared.mlp.w_down_DF)[-1]
+            reason = "" if plan is None else plan.reason if plan.slots == slots else f"separate: {DIFFER}"
             key = (kind, "sparse", width, router.num_experts, router.top_k, shared_width, slots, reason)
         found.setdefault(key, []).append(i)
     return tuple(LayerGroup(tuple(layers), *key) for key, layers in found.items())
@@ -238,48 +245,51 @@ def _group_layers(params: Params, config: FamilyConfig) -> tuple[LayerGroup, ...
 def _split_parts(params: Params, config: FamilyConfig) -> tuple[Part, ...]:
     """Add up parameters by part."""
     totals: dict[str, list[int]] = {}
-    for name, tensor, numel, active in _count_tensors(params, config):
+    for name, path, tensor, size, active in _count_tensors(params, config):
         total = totals.setdefault(name, [0, 0, 0])
-        for i, amount in enumerate((numel, active, numel * tensor.dtype.itemsize)):
+        elements = size if count_elements(path, tensor) else 0
+        for i, amount in enumerate((elements, active if elements else 0, size * tensor.dtype.itemsize)):
             total[i] += amount
     ordered = sorted(totals, key=lambda name: PARTS.index(name.partition(",")[0]))
     return tuple(Part(name, *totals[name]) for name in ordered)
 
 
-def _count_tensors(params: Params, config: FamilyConfig) -> Iterator[tuple[str, torch.Tensor, int, int]]:
-    """Yield (part, tensor, its elements in that part, those of them that are active)."""
-    whole = [("embedding", params.embed_VD), ("norms", params.norm_D)]
+def _count_tensors(params: Params, config: FamilyConfig) -> Iterator[tuple[str, str, torch.Tensor, int, int]]:
+    """Yield (part, path, tensor, its elements in that part, those of them that are active)."""
+    whole = [("embedding", "embed_VD", params.embed_VD), ("norms", "norm_D", params.norm_D)]
     if params.head_VD is not params.embed_VD:
-        whole.append(("head", params.head_VD))
+        whole.append(("head", "head_VD", params.head_VD))
     routers = _per_layer(config, RouterConfig)
     for kind, router, layer in zip(config.decoder.layer_kinds, routers, params.layers, strict=True):
         for path, tensor in named_tensors(layer):
             field, _, rest = path.partition(".")
             if field == "mixer":
-                whole.append((f"mixers, {kind}", tensor))
+                whole.append((f"mixers, {kind}", path, tensor))
             elif field != "mlp":
-                whole.append(("norms", tensor))
+                whole.append(("norms", path, tensor))
             elif not isinstance(layer.mlp, MoEParams):
-                whole.append(("dense MLPs", tensor))
+                whole.append(("dense MLPs", path, tensor))
             elif rest.startswith("shared."):
-                whole.append(("shared experts", tensor))
+                whole.append(("shared experts", path, tensor))
             else:
                 assert router is not None, "a family with sparse layers has a RouterConfig in its Config"
                 yield from _split_rows(rest, tensor, router)
-    for name, tensor in whole:
-        yield name, tensor, tensor.numel(), tensor.numel()
+    for name, path, tensor in whole:
+        yield name, path, tensor, tensor.numel(), tensor.numel()
 
 
-def _split_rows(field: str, tensor: torch.Tensor, router: RouterConfig) -> Iterator[tuple[str, torch.Tensor, int, int]]:
+def _split_rows(
+    path: str, tensor: torch.Tensor, router: RouterConfig
+) -> Iterator[tuple[str, str, torch.Tensor, int, int]]:
     """Part the rows of a router or a stack: the first E are the routed experts', the rest the shared experts'."""
     count, row = router.num_experts, tensor.numel() // tensor.shape[0]
-    if field in ROUTER_FIELDS:
-        yield "routers", tensor, count * row, count * row
+    if path in ROUTER_FIELDS:
+        yield "routers", path, tensor, count * row, count * row
     else:
-        yield "routed experts", tensor, count * row, router.top_k * row
+        yield "routed experts", path, tensor, count * row, router.top_k * row
     shared = tensor.numel() - count * row
     if shared:
-        yield "shared experts", tensor, shared, shared
+        yield "shared experts", path, tensor, shared, shared
 
 
 def _measure_state(

@@ -5,8 +5,10 @@ the headers; nothing is allocated until that agrees. The second run gets the rea
 are then filled in place shard by shard, so that no more than the parameters and one mapped shard is in memory.
 """
 
+import logging
 import sys
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -18,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .architectures import Fill, Piece
+from fmoe.functional.quant import FP8, Fp8, Weight, dequantize
+
+from .architectures import SCALE, Fill, Piece
 from .checkpoint import (
     Checkpoint,
     TensorInfo,
@@ -26,11 +30,15 @@ from .checkpoint import (
     list_names,
     stored_dtype,
 )
+from .fp8_blocks import ScalePiece, copy_dequantized_, find_factor_faults, gather_scale_, plan_blocks
+from .placing import why_not_fp8
 from .tiling import box_shape, count_uncovered, select_box
 
 PROGRESS_DELAY_S = 2.0
 LISTED = 20  # names in one message
 STAND_IN_ELEMENTS = 1 << 20  # up to here the check runs a piece's map on the CPU, beyond it on the meta device
+
+logger = logging.getLogger("fmoe")
 
 Params = TypeVar("Params")
 Build = Callable[[Fill], Params]
@@ -55,11 +63,16 @@ class _Request(NamedTuple):
 class _Recorder:
     """A Fill that returns empty parameters and keeps what each of them is to be made of."""
 
-    def __init__(self, names: Container[str], *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, names: Container[str], *, dtype: torch.dtype, device: torch.device, keep_fp8: bool = True
+    ) -> None:
         self.names = names
         self.dtype = dtype
         self.device = device
+        self.keep_fp8 = keep_fp8
         self.requests: list[_Request] = []
+        self.scales: list[tuple[Tensor, tuple[ScalePiece, ...]]] = []
+        self.torn: dict[str, list[str]] = {}  # why blocks cannot be kept -> a tensor of each parameter
 
     def __call__(
         self,
@@ -74,12 +87,29 @@ class _Recorder:
         # On a CPU, one row times a matrix of 4096 x 256 took 161 us by columns and 473 us by rows (float32, MKL).
         transposed = by_columns and self.device.type == "cpu"
         stored = tuple(reversed(shape)) if transposed else tuple(shape)
-        tensor = torch.empty(stored, dtype=dtype or self.dtype, device=self.device)
-        tensor = tensor.T if transposed else tensor
-        # a Parameter: only then do CUDA graphs treat it as static instead of copying it each step
-        param = nn.Parameter(tensor, requires_grad=False)
+        param = self._allocate(stored, dtype or self.dtype, transposed=transposed)
         self.requests.append(_Request(param, tuple(pieces)))
         return param
+
+    def weight(
+        self, shape: Sequence[int], pieces: Sequence[Piece], /, *, parts: int = 1, by_columns: bool = False
+    ) -> Weight:
+        """Return an uninitialised parameter, in FP8 blocks where they are to be kept and can be."""
+        if not self.keep_fp8 or not any(f"{piece.name}{SCALE}" in self.names for piece in pieces):
+            return self(shape, pieces, by_columns=by_columns)
+        plan = plan_blocks(shape, pieces, self.names, parts=parts)
+        if isinstance(plan, str):
+            self.torn.setdefault(plan, []).append(pieces[0].name)
+            return self(shape, pieces, by_columns=by_columns)
+        w, scale = self(plan.shape, plan.pieces, dtype=FP8), self._allocate(plan.scale_shape, torch.float32)
+        self.scales.append((scale, plan.scales))
+        rest_shape = (shape[0] - plan.shape[0], *plan.shape[1:])
+        return Fp8(w, scale, self(rest_shape, plan.rest) if plan.rest else None)
+
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        # a Parameter: only then do CUDA graphs treat it as static instead of copying it each step
+        return nn.Parameter(tensor.T if transposed else tensor, requires_grad=False)
 
 
 def load_params(
@@ -90,6 +120,7 @@ def load_params(
     device: torch.device,
     ignore: Callable[[str], bool],
     progress: bool | None = None,
+    keep_fp8: bool | None = None,
 ) -> Params:
     """Check everything as ``check_params`` does, then read the parameters.
 
@@ -98,10 +129,22 @@ def load_params(
         dtype: of the parameters that name none themselves.
         ignore: true for a checkpoint tensor that may stay unread.
         progress: show a bar on standard error from the third second on; None does so on a terminal only.
+        keep_fp8: keep weights in FP8 blocks as they are; None does so where the device computes with them. Others
+            become plain numbers of their parameter's dtype.
     """
     check_params(build, checkpoint, dtype=dtype, ignore=ignore)
-    fill = _Recorder(checkpoint.tensors, dtype=dtype, device=device)
+    why_not = why_not_fp8(device) if keep_fp8 is None else "" if keep_fp8 else "as asked for"
+    if why_not and any(info.dtype == FP8 for info in checkpoint.tensors.values()):
+        size = count_params(make_meta_params(build, dtype=dtype, names=checkpoint.tensors, keep_fp8=False))[1]
+        logger.info("weights in FP8 become %s (%s): %.1f GiB", str(dtype).removeprefix("torch."), why_not, size / 2**30)
+    fill = _Recorder(checkpoint.tensors, dtype=dtype, device=device, keep_fp8=not why_not)
     params = build(fill)
+    for reason, torn in fill.torn.items():
+        dtype_name = str(dtype).removeprefix("torch.")
+        logger.info("weights in FP8 become %s, for %s: %s", dtype_name, reason, list_names(torn, limit=3))
+    factors = _read_factors(checkpoint, fill.requests)
+    for scale, scales in fill.scales:
+        gather_scale_(scale, scales, factors)
     by_file: dict[Path, list[tuple[TensorInfo, Piece, Tensor]]] = {}
     for param, pieces in fill.requests:
         for piece in pieces:
@@ -118,7 +161,7 @@ def load_params(
         disable=None if progress is None else not progress,
     ) as bar:
         for file in sorted(by_file):
-            _read_shard(file, by_file[file], bar.update)
+            _read_shard(file, by_file[file], factors, bar.update)
     return params
 
 
@@ -129,12 +172,18 @@ def check_params(
     check_quantization(checkpoint.config)
     fill = _Recorder(checkpoint.tensors, dtype=dtype, device=torch.device("meta"))
     params = build(fill)
+    tensors, faults = checkpoint.tensors, list(find_factor_faults(checkpoint.tensors))
     paths = {id(tensor): path for path, tensor in named_tensors(params)}
     pieces = [piece for request in fill.requests for piece in request.pieces]
     used = {piece.name for piece in pieces}
-    unread = [name for name in checkpoint.tensors if name not in used]
+    used |= {f"{name}{SCALE}" for name in used if f"{name}{SCALE}" in tensors}
+    unread = [name for name in tensors if name not in used]
     found = _check_pieces(pieces, checkpoint)
-    found["unknown tensors"] = [name for name in unread if not ignore(name)]
+    for kind, name, message in faults:
+        if not ignore(name):
+            found.setdefault(kind, []).append(message)
+    faulty = {name for _, name, _ in faults}
+    found["unknown tensors"] = [name for name in unread if not ignore(name) and name not in faulty]
     found["parameters not filled exactly once"] = [
         f"{paths.get(id(request.param), 'a parameter')} {problem}"
         for request in fill.requests
@@ -142,30 +191,46 @@ def check_params(
     ]
     if any(found.values()):
         raise ValueError(_describe(found, checkpoint))
-    num_params, param_bytes = count_params([request.param for request in fill.requests])
-    read_bytes = sum(checkpoint.tensors[name].nbytes for name in used)
+    num_params, param_bytes = count_params(params)
+    read_bytes = sum(tensors[name].nbytes for name in used)
     return LoadReport(num_params, param_bytes, len(used), read_bytes, tuple(unread))
 
 
-def make_meta_params(build: Build[Params], *, dtype: torch.dtype, names: Container[str] = frozenset()) -> Params:
+def make_meta_params(
+    build: Build[Params], *, dtype: torch.dtype, names: Container[str] = frozenset(), keep_fp8: bool = True
+) -> Params:
     """Run ``build`` without a checkpoint and return its parameters on the meta device.
 
-    ``names`` are the tensors to believe in; with none, a family takes its layout of one tensor per expert.
+    ``names`` are the tensors to believe in; with none, a family takes its layout of one tensor per expert, and no
+    weight is in FP8 blocks.
     """
-    return make_empty_params(build, dtype=dtype, device=torch.device("meta"), names=names)
+    return make_empty_params(build, dtype=dtype, device=torch.device("meta"), names=names, keep_fp8=keep_fp8)
 
 
 def make_empty_params(
-    build: Build[Params], *, dtype: torch.dtype, device: torch.device, names: Container[str] = frozenset()
+    build: Build[Params],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    names: Container[str] = frozenset(),
+    keep_fp8: bool = True,
 ) -> Params:
     """Allocate the parameters where and as a load would leave them, and read nothing; as ``make_meta_params``."""
-    return build(_Recorder(names, dtype=dtype, device=device))
+    return build(_Recorder(names, dtype=dtype, device=device, keep_fp8=keep_fp8))
 
 
 def count_params(params: Any) -> tuple[int, int]:
-    """Return the number of elements and the bytes of all tensors in ``params``, each tensor once."""
-    tensors = {id(tensor): tensor for _, tensor in named_tensors(params)}.values()
-    return sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
+    """Return the number of elements and the bytes of all tensors in ``params``, each tensor once.
+
+    The factors of FP8 blocks are bytes, but no elements.
+    """
+    tensors = {id(tensor): (path, tensor) for path, tensor in named_tensors(params)}.values()
+    return sum(count_elements(path, tensor) for path, tensor in tensors), sum(tensor.nbytes for _, tensor in tensors)
+
+
+def count_elements(path: str, tensor: Tensor, /) -> int:
+    """Return how many of a model's parameters a tensor holds; ``path`` is that of ``named_tensors``."""
+    return 0 if path.rpartition(".")[2] == "scale" else tensor.numel()
 
 
 def named_tensors(params: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -178,32 +243,71 @@ def named_tensors(params: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(value, f"{path}.{key}" if path else str(key))
 
 
+def _read_factors(checkpoint: Checkpoint, requests: Iterable[_Request]) -> dict[str, Tensor]:
+    """Read the factors of all tensors in FP8 blocks: one number for 16,384, and often in another shard."""
+    names = {piece.name for request in requests for piece in request.pieces}
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        if checkpoint.tensors[name].dtype == FP8:
+            by_file.setdefault(checkpoint.tensors[f"{name}{SCALE}"].file, []).append(f"{name}{SCALE}")
+    factors: dict[str, Tensor] = {}
+    for file, wanted in by_file.items():
+        with _open_shard(file) as shard:
+            factors |= {name: shard.get_tensor(name).float() for name in wanted}
+    return factors
+
+
 def _read_shard(
-    file: Path, reads: Sequence[tuple[TensorInfo, Piece, Tensor]], advance: Callable[[int], object]
+    file: Path,
+    reads: Sequence[tuple[TensorInfo, Piece, Tensor]],
+    factors: Mapping[str, Tensor],
+    advance: Callable[[int], object],
 ) -> None:
     """Copy one file's tensors to their places, in the order of their bytes; its mapping ends with this call."""
+    with _open_shard(file) as shard:
+        for info, piece, param in sorted(reads, key=lambda read: read[0].offset):
+            source = shard.get_tensor(piece.name)
+            if source.dtype == FP8 and param.dtype != FP8:
+                infinite = _copy_blocks(piece, source, factors[f"{piece.name}{SCALE}"], param)
+            else:
+                infinite = _copy_piece(piece, source, param)
+            if infinite:
+                raise ValueError(
+                    f"{piece.name} in {file} has {infinite} values beyond {torch.finfo(torch.float16).max:g}, the "
+                    "largest of float16; load with dtype bfloat16 or float32"
+                )
+            advance(info.nbytes)
+
+
+@contextmanager
+def _open_shard(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as shard:
-            for info, piece, param in sorted(reads, key=lambda read: read[0].offset):
-                source = shard.get_tensor(piece.name)
-                _copy_piece(piece, source, param, file)
-                advance(info.nbytes)
+            yield shard
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read ({error}); download it again") from error
 
 
-def _copy_piece(piece: Piece, source: Tensor, param: Tensor, file: Path) -> None:
-    """Write a checkpoint tensor to its place; a finite value must not become infinite."""
-    values = source if piece.take is None else piece.take(source)
+def _copy_piece(piece: Piece, source: Tensor, param: Tensor) -> int:
+    """Write a checkpoint tensor to its place; returns how many finite values became infinite."""
     place = param[piece.into]
+    if source.dtype == FP8:  # as bytes: FP8 values do not pass through all that a take may call
+        place, source = place.view(torch.uint8), source.view(torch.uint8)
+    values = source if piece.take is None else piece.take(source)
     place.copy_(values)
     if param.dtype != torch.float16 or values.dtype == torch.float16:
-        return
-    if infinite := int(place.isinf().sum()) - int(values.isinf().sum()):
-        raise ValueError(
-            f"{piece.name} in {file} has {infinite} values beyond "
-            f"{torch.finfo(torch.float16).max:g}, the largest of float16; load with dtype bfloat16 or float32"
-        )
+        return 0
+    return int(place.isinf().sum()) - int(values.isinf().sum())
+
+
+def _copy_blocks(piece: Piece, source: Tensor, factors: Tensor, param: Tensor) -> int:
+    """Write a tensor in FP8 blocks to its place as plain numbers; as ``_copy_piece``."""
+    place = param[piece.into]
+    if piece.take is None:
+        copy_dequantized_(place, source, factors)
+    else:
+        place.copy_(piece.take(dequantize(Fp8(source, factors), torch.float32)))
+    return int(place.isinf().sum()) if param.dtype == torch.float16 else 0
 
 
 def _check_pieces(pieces: Collection[Piece], checkpoint: Checkpoint) -> dict[str, list[str]]:
@@ -237,9 +341,10 @@ def _check_dtype(name: str, dtype: torch.dtype, stored: torch.dtype, names: Cont
     short = str(dtype).removeprefix("torch.")
     if dtype in (stored, torch.float32):
         return None
+    if dtype == FP8:
+        return None if f"{name}{SCALE}" in names else f"{name} ({short} without its factors, {name}{SCALE})"
     if short.startswith("float8"):
-        scaled = f"{name}_scale_inv" in names
-        return f"{name} ({short}: {'fp8 is not implemented yet' if scaled else 'a float8 tensor without scale'})"
+        return f"{name} ({short}: an unsupported quantisation; of FP8, float8_e4m3fn is read)"
     if not dtype.is_floating_point:
         return f"{name} ({short}: an unsupported quantisation)"
     expected = " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in (stored, torch.float32)))

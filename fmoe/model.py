@@ -15,13 +15,21 @@ import torch
 from fmoe.compile.plan import Plan
 from fmoe.compile.select import Decision, Requested, check_requested, choose
 from fmoe.compile.step import Steps, compile_steps
-from fmoe.functional.moe import SharedExperts, SharedPlan
+from fmoe.functional.moe import MoEParams, SharedExperts, SharedPlan
 
-from .architectures import Architecture, FamilyConfig, Params, compute_logits, find_architecture, ignored_tensors
+from .architectures import (
+    DIFFER,
+    Architecture,
+    FamilyConfig,
+    Params,
+    compute_logits,
+    find_architecture,
+    ignored_tensors,
+)
 from .checkpoint import open_checkpoint, stored_dtype
 from .loading import check_params, load_params, make_meta_params
 from .options import Defaults, read_defaults
-from .placing import resolve_device, resolve_dtype
+from .placing import resolve_device, resolve_dtype, why_not_fp8
 from .plan_search import Search, search_plans
 from .planning import Tune, check_tune, decide_kernels, list_keys, plan_layers, prepare_layout
 from .random_weights import Weights, check_weights, load_random, open_config
@@ -186,7 +194,8 @@ def load(
         report = check_params(build, checkpoint, dtype=stored, ignore=ignore)
         resolved_dtype = resolve_dtype(dtype, stored=stored, num_params=report.num_params, device=resolved_device)
         # Before any weight is read: what was asked for by name may not run here.
-        decision = decide(make_meta_params(build, dtype=resolved_dtype, names=checkpoint.tensors))
+        keep_fp8, names = not why_not_fp8(resolved_device), checkpoint.tensors
+        decision = decide(make_meta_params(build, dtype=resolved_dtype, names=names, keep_fp8=keep_fp8))
         params = load_params(
             build, checkpoint, dtype=resolved_dtype, device=resolved_device, ignore=ignore, progress=progress
         )
@@ -194,7 +203,7 @@ def load(
     del params  # the list alone holds them while their layout changes
     params = prepare_layout(loaded, decision)
     if shared_experts == "auto":
-        _log_separate_experts(config)
+        _log_separate_experts(config, params)
     plans = plan_layers(list_keys(params, config), resolved_device, requested=decision.requested, tune=tune)
     if tune == "search":
         keys = [plan.key for plan in plans]
@@ -253,11 +262,13 @@ def _build(architecture: Architecture, config: FamilyConfig, fill: Any) -> Param
     return architecture.build_params(fill, config)
 
 
-def _log_separate_experts(config: FamilyConfig) -> None:
+def _log_separate_experts(config: FamilyConfig, params: Params) -> None:
     """Say why shared experts are not fused, once per load."""
     plan = getattr(config, "shared", None)
-    if isinstance(plan, SharedPlan) and plan.width and not plan.slots:
-        LOG.info("shared experts: %s", plan.reason)
+    if not isinstance(plan, SharedPlan) or not plan.width:
+        return
+    if any(isinstance(layer.mlp, MoEParams) and layer.mlp.shared is not None for layer in params.layers):
+        LOG.info("shared experts: %s", f"separate: {DIFFER}" if plan.slots else plan.reason)
 
 
 def choose_steps(model: Model, tokens: int, /) -> Steps:

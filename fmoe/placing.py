@@ -10,6 +10,7 @@ import torch
 from .checkpoint import MODEL_DTYPES
 
 MEMINFO = Path("/proc/meminfo")
+FP8_CAPABILITY = (8, 9)
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("fmoe")
 
@@ -57,6 +58,18 @@ def resolve_dtype(
         logger.info("dtype: %s (float32 needs %.1f GiB, %.1f GiB are free)", stored, needed / 2**30, free / 2**30)
         return stored
     return torch.float32
+
+
+def why_not_fp8(device: torch.device, /) -> str:
+    """Say why weights in FP8 blocks are not kept on a device; empty where they are."""
+    if device.type != "cuda":
+        return f"FP8 is kept on GPUs alone, this is {device.type!r}"
+    if torch.version.hip:
+        return "on ROCm, FP8 is not kept yet"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        return f"FP8 needs a GPU of compute capability 8.9, this has {capability[0]}.{capability[1]}"
+    return ""
 
 
 def available_bytes() -> int | None:

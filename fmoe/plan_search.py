@@ -37,6 +37,7 @@ from fmoe.compile.plan_tables import Tables, read_other_tables, read_tables, wri
 from fmoe.compile.select import Requested, list_allowed
 from fmoe.compile.tune_ops import keep_compiling
 from fmoe.functional.moe import MoEParams
+from fmoe.functional.quant import weight_dtype, weight_shape
 from fmoe.functional.routing import RouterConfig
 
 from .loading import named_tensors
@@ -99,7 +100,7 @@ def find_weights(params: Any, router: RouterConfig | None, keys: Sequence[Key], 
     """Find the weights of each key: MoEParams, or the matrices of dense projections, layer by layer."""
     found: dict[Key, list[Any]] = {key: [] for key in keys}
     for layer in params.layers:
-        if isinstance(layer.mlp, MoEParams) and router is not None:
+        if isinstance(layer.mlp, MoEParams) and router is not None and isinstance(layer.mlp.w_down_EDF, Tensor):
             found.get(_moe_key(layer.mlp, router), []).append(layer.mlp)
     for _, tensor in named_tensors(params):
         if tensor.dim() == 2:
@@ -108,7 +109,7 @@ def find_weights(params: Any, router: RouterConfig | None, keys: Sequence[Key], 
 
 
 def _moe_key(params: MoEParams, router: RouterConfig) -> Key:
-    dtype = str(params.w_down_EDF.dtype).removeprefix("torch.")
+    dtype = str(weight_dtype(params.w_down_EDF)).removeprefix("torch.")
     return Key("moe", moe_sizes(params.w_router_ED, params.w_down_EDF, router), dtype)
 
 
@@ -252,7 +253,7 @@ def make_run(router: RouterConfig | None, /) -> Callable[[Implementation, tuple[
             return linear_planned(x_TD, weights, plans=((tuple(weights.shape), weights.dtype, rows),))
         assert router is not None
         rows = plan_to_ints(Plan(_moe_key(weights, router), (Row(-1, implementation, settings, "candidate"),)))
-        plans = ((tuple(weights.w_down_EDF.shape), x_TD.dtype, rows),)
+        plans = ((weight_shape(weights.w_down_EDF), x_TD.dtype, rows),)
         return compute_moe_op(x_TD, weights, router, plans=plans)
 
     return run

@@ -14,10 +14,11 @@ from fmoe.functional.attention import Placement
 from fmoe.functional.cache import KVCache, append_kv_
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import rms_norm
+from fmoe.functional.quant import Weight
 from fmoe.functional.rotary import apply_rotary
 
 from .settings import Raw, read_int
-from .weights import Fill, Piece, matrix, plain, rows
+from .weights import Fill, Piece, matrix, matrix_rows, plain, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class AttentionConfig:
 class AttentionParams(NamedTuple):
     """One layer; ``w_in`` rows are q heads, k heads, v heads, then the output gate."""
 
-    w_in_ND: Tensor
+    w_in_ND: Weight
     bias_N: Tensor | None
     norm_HC: Tensor | None  # weights of the q norm for H rows, then of the k norm for J rows
-    w_out_DN: Tensor
+    w_out_DN: Weight
     bias_out_D: Tensor | None = None
 
 
@@ -91,7 +92,7 @@ def attention_params(
         q_rows, gate_rows = [Piece(f"{prefix}.q_proj.weight", (queries, hidden))], []
         counts = [queries, keys, keys]
     kv_rows = [Piece(f"{prefix}.{name}_proj.weight", (keys, hidden)) for name in ("k", "v")]
-    w_in_ND = rows(fill, [*q_rows, *kv_rows, *gate_rows], hidden, counts=counts)
+    w_in_ND = matrix_rows(fill, [*q_rows, *kv_rows, *gate_rows], hidden, counts=counts)
     bias_N = bias_out_D = None
     if biased:
         sizes = {"q": queries, "k": keys, "v": keys}

@@ -15,10 +15,11 @@ from fmoe.functional.attention import Placement
 from fmoe.functional.cache import LatentCache, append_latent_
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import rms_norm
+from fmoe.functional.quant import Weight
 from fmoe.functional.rotary import RopeConfig, apply_rotary, apply_rotary_interleaved, yarn_mscale
 
 from .settings import Raw, read_float, read_int, require, rope_keys
-from .weights import Fill, Piece, matrix, plain, rows
+from .weights import Fill, Piece, matrix, matrix_rows, plain
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
@@ -62,12 +63,12 @@ class LatentConfig:
 class LatentParams(NamedTuple):
     """One layer; what reads x is one matrix, its rows in the order of ``LatentConfig.split_sizes``."""
 
-    w_in_ND: Tensor
+    w_in_ND: Weight
     q_norm_Q: Tensor | None
-    w_q_NQ: Tensor | None  # None where w_in gives the queries themselves
+    w_q_NQ: Weight | None  # None where w_in gives the queries themselves
     norm_R: Tensor
     w_kv_HCR: Tensor  # each head's plain_size key rows, then its value_size value rows
-    w_out_DN: Tensor
+    w_out_DN: Weight
 
 
 def latent_config(raw: Raw, rope: RopeConfig, /, *, interleaved: bool = True) -> LatentConfig:
@@ -116,7 +117,7 @@ def latent_params(fill: Fill, prefix: str, config: LatentConfig, hidden: int, /)
         f"{prefix}.kv_b_proj.weight", (heads * head_rows, latent), take=lambda w: w.unflatten(0, (heads, head_rows))
     )
     return LatentParams(
-        w_in_ND=rows(fill, parts, hidden),
+        w_in_ND=matrix_rows(fill, parts, hidden),
         q_norm_Q=None if rank is None else plain(fill, f"{prefix}.q_a_layernorm.weight", (rank,)),
         w_q_NQ=None if rank is None else matrix(fill, f"{prefix}.q_b_proj.weight", (queries, rank)),
         norm_R=plain(fill, f"{prefix}.kv_a_layernorm.weight", (latent,)),

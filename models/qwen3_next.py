@@ -51,7 +51,7 @@ from .settings import (
     require,
     rope_keys,
 )
-from .weights import ExpertNames, Fill, Piece, gate_and_up, matrix, moe_params, plain, rows, zero_centred_norm
+from .weights import ExpertNames, Fill, Piece, gate_and_up, matrix, matrix_rows, moe_params, plain, zero_centred_norm
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
 ARCHITECTURES: tuple[str, ...] = ("Qwen3NextForCausalLM",)
@@ -171,7 +171,7 @@ def _delta_params(fill: Fill, prefix: str, config: DeltaConfig, hidden: int) -> 
     conv = Piece(f"{prefix}.conv1d.weight", (channels, 1, taps), take=lambda w: w.squeeze(1).T)
     decay = Piece(f"{prefix}.A_log", (heads,), take=lambda w: -w.float().exp())
     return DeltaParams(
-        w_in_ND=rows(fill, parts, hidden, counts=[keys, keys, values, values, heads, heads]),
+        w_in_ND=matrix_rows(fill, parts, hidden, counts=[keys, keys, values, values, heads, heads]),
         w_conv_WN=fill((taps, channels), [conv]),
         decay_H=fill((heads,), [decay], dtype=torch.float32),
         dt_bias_H=plain(fill, f"{prefix}.dt_bias", (heads,), dtype=torch.float32),

@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from fmoe.functional.mlp import MLPParams
-from fmoe.functional.moe import MoEParams, SharedParams, SharedPlan
+from fmoe.functional.moe import MoEParams, SharedParams, SharedPlan, keep_apart
+from fmoe.functional.quant import Weight
 from fmoe.functional.routing import RouterConfig
+
+SCALE = "_scale_inv"  # added to the name of a tensor in FP8 blocks, that of its factors
+DIFFER = "of the shared and the routed experts only one kind is in FP8 blocks"
 
 
 class Piece(NamedTuple):
@@ -52,15 +56,28 @@ class Fill(Protocol):
         """
         ...
 
+    def weight(
+        self, shape: Sequence[int], pieces: Sequence[Piece], /, *, parts: int = 1, by_columns: bool = False
+    ) -> Weight:
+        """Return a matrix or a stack that rows are multiplied with, in FP8 blocks where the pieces are stored so.
+
+        Args:
+            shape: of the parameter.
+            pieces: what fills it.
+            parts: 2 for gate and up rows, whose blocks start anew with the up rows.
+            by_columns: as above.
+        """
+        ...
+
 
 def plain(fill: Fill, name: str, shape: tuple[int, ...], /, *, dtype: torch.dtype | None = None) -> Tensor:
     """One checkpoint tensor as it is."""
     return fill(shape, [Piece(name, shape)], dtype=dtype)
 
 
-def matrix(fill: Fill, name: str, shape: tuple[int, int], /) -> Tensor:
+def matrix(fill: Fill, name: str, shape: tuple[int, int], /) -> Weight:
     """One checkpoint tensor that rows are multiplied with."""
-    return fill(shape, [Piece(name, shape)], by_columns=True)
+    return fill.weight(shape, [Piece(name, shape)], by_columns=True)
 
 
 def zero_centred_norm(fill: Fill, name: str, size: int, /) -> Tensor:
@@ -74,23 +91,33 @@ def rows(
     columns: int | None = None,
     /,
     *,
-    counts: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Stack tensors along their rows; ``counts`` are the rows of each part where ``take`` changes their number."""
+    """Stack tensors along their rows."""
+    placed, count = _one_below_another(parts, None)
+    if columns is None:
+        return fill((count,), placed, dtype=dtype)
+    return fill((count, columns), placed, dtype=dtype, by_columns=True)
+
+
+def matrix_rows(fill: Fill, parts: Sequence[Piece], columns: int, /, *, counts: Sequence[int] | None = None) -> Weight:
+    """One matrix of several tensors' rows; ``counts`` are those of each part where ``take`` changes their number."""
+    placed, count = _one_below_another(parts, counts)
+    return fill.weight((count, columns), placed, by_columns=True)
+
+
+def _one_below_another(parts: Sequence[Piece], counts: Sequence[int] | None) -> tuple[list[Piece], int]:
     placed, start = [], 0
     for part, count in zip(parts, counts or [part.shape[0] for part in parts], strict=True):
         placed.append(part._replace(into=(slice(start, start + count),)))
         start += count
-    if columns is None:
-        return fill((start,), placed, dtype=dtype)
-    return fill((start, columns), placed, dtype=dtype, by_columns=True)
+    return placed, start
 
 
 def gate_and_up(fill: Fill, prefix: str, width: int, hidden: int, /) -> MLPParams:
     """A dense SwiGLU block from ``gate_proj``, ``up_proj`` and ``down_proj``."""
     parts = [Piece(f"{prefix}.{part}_proj.weight", (width, hidden)) for part in ("gate", "up")]
-    return MLPParams(rows(fill, parts, hidden), matrix(fill, f"{prefix}.down_proj.weight", (hidden, width)))
+    return MLPParams(matrix_rows(fill, parts, hidden), matrix(fill, f"{prefix}.down_proj.weight", (hidden, width)))
 
 
 class ExpertNames(NamedTuple):
@@ -108,7 +135,7 @@ class ExpertNames(NamedTuple):
 
 def expert_stacks(
     fill: Fill, prefix: str, router: RouterConfig, shared: SharedPlan, width: int, hidden: int, names: ExpertNames, /
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Weight, Weight]:
     """The stacks [E + S, P, D] and [E + S, D, F], from per-expert or stacked tensors, shared slots last."""
     count, total = router.num_experts, router.num_experts + shared.slots
     base = f"{prefix}.{names.experts}"
@@ -130,13 +157,16 @@ def expert_stacks(
             gate_up.append(Piece(source, (shared.width, hidden), (count + slot, into), partial(_take_rows, part), True))
         source = f"{prefix}.{names.shared}.down_proj.weight"
         down.append(Piece(source, (hidden, shared.width), (count + slot,), partial(_take_columns, part), True))
-    return fill((total, 2 * width, hidden), gate_up), fill((total, hidden, width), down)
+    return fill.weight((total, 2 * width, hidden), gate_up, parts=2), fill.weight((total, hidden, width), down)
 
 
 def moe_params(
     fill: Fill, prefix: str, router: RouterConfig, shared: SharedPlan, width: int, hidden: int, names: ExpertNames, /
 ) -> MoEParams:
     """One MoE layer; the shared expert's gate joins the router where the shared expert joins the stacks."""
+    kinds = {_is_quantised(fill.names, f"{prefix}.{part}", names) for part in (names.shared, names.experts)}
+    if shared.width and len(kinds) > 1:
+        shared = keep_apart(shared, DIFFER)
     dtype = torch.float32 if router.float32_logits else None
     parts = [Piece(f"{prefix}.{names.router}", (router.num_experts, hidden))]
     gate = f"{prefix}.{names.shared_gate}"
@@ -152,11 +182,17 @@ def moe_params(
         # a shared expert of width 0 is stored too: its tensors must have that shape, and nothing of them is kept
         gate_and_up(fill, f"{prefix}.{names.shared}", 0, hidden)
         if names.shared_gate:
-            matrix(fill, gate, (1, hidden))
+            rows(fill, [Piece(gate, (1, hidden))], hidden)
     if shared.width and not shared.slots:
-        w_gate_1D = matrix(fill, gate, (1, hidden)) if names.shared_gate else None
+        w_gate_1D = rows(fill, [Piece(gate, (1, hidden))], hidden) if names.shared_gate else None
         apart = SharedParams(gate_and_up(fill, f"{prefix}.{names.shared}", shared.width, hidden), w_gate_1D)
     return MoEParams(w_router_ED, w_gate_up_EPD, w_down_EDF, bias_E, apart)
+
+
+def _is_quantised(stored: Container[str], prefix: str, names: ExpertNames) -> bool:
+    """Tell whether the down projections of experts below ``prefix`` have factors: one, each by number, or stacked."""
+    ends = ("down_proj.weight", f"0.{names.down}.weight", "down_proj")
+    return any(f"{prefix}.{end}{SCALE}" in stored for end in ends)
 
 
 def _add_one(w: Tensor) -> Tensor:

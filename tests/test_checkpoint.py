@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -343,12 +344,23 @@ def test_stored_dtype_without_a_word_in_the_config(folder):
 
 def test_check_quantization():
     check_quantization({"quantization_config": None, "text_config": {}})
-    with pytest.raises(NotImplementedError, match="quant_method 'fp8', which is not implemented yet; use the unquant"):
-        check_quantization({"quantization_config": {"quant_method": "fp8"}})
-    with pytest.raises(ValueError, match=r"unknown quant_method 'awq'; known are 'fp8' \(not implemented yet\)"):
+    with pytest.raises(ValueError, match=r"unknown quant_method 'awq'; known are 'fp8'; use the unquantised"):
         check_quantization({"text_config": {"quantization_config": {"quant_method": "awq"}}})
     with pytest.raises(ValueError, match="unknown quant_method None"):
         check_quantization({"quantization_config": {}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("weight_block_size", [64, 128]), ("weight_block_size", None), ("fmt", "e5m2"), ("activation_scheme", "static")],
+)
+def test_check_quantization_of_fp8(key, value):
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}
+    published = config | {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    check_quantization({"quantization_config": config})
+    check_quantization({"quantization_config": published})
+    with pytest.raises(NotImplementedError, match=rf"'fp8' with {key} {re.escape(repr(value))}; implemented is .*"):
+        check_quantization({"text_config": {"quantization_config": published | {key: value}}})
 
 
 def test_list_names():

@@ -155,11 +155,24 @@ def test_what_a_family_does_not_have_is_left_out(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq"])
-def test_a_lone_config_of_quantised_weights(tmp_path: Path, method: str) -> None:
-    info = describe(write(tmp_path, DEMO_CONFIG, quantization_config={"quant_method": method}))
+def test_a_lone_config_of_quantised_weights(tmp_path: Path) -> None:
+    info = describe(write(tmp_path, DEMO_CONFIG, quantization_config={"quant_method": "gptq"}))
     assert info.weights.startswith("none in the folder; those of this config.json cannot be loaded: config.json has ")
-    assert f"quant_method '{method}'" in info.weights
+    assert "quant_method 'gptq'" in info.weights
+
+
+def test_a_lone_config_of_fp8_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, DEMO_CONFIG, quantization_config={"quant_method": "fp8"})
+    dequantised = describe(folder, device="cpu", dtype="bfloat16")
+    monkeypatch.setattr(fmoe.info, "why_not_fp8", lambda device: "")
+    kept = describe(folder, device="cpu", dtype="bfloat16")
+    assert "FP8 blocks" in kept.stored_dtype and "cannot be loaded" not in kept.weights
+    assert (kept.params, kept.active, kept.groups) == (dequantised.params, dequantised.active, dequantised.groups)
+    sizes = {part.name: (part.params, part.bytes) for part in kept.parts}
+    params, size = sizes["routed experts"]
+    assert params < size < 1.1 * params  # a byte each, and the factors
+    assert sizes["embedding"][1] == 2 * sizes["embedding"][0]
+    assert kept.bytes == sum(part.bytes for part in kept.parts) < dequantised.bytes
 
 
 def test_a_context_below_the_usual_length(tmp_path: Path) -> None:

@@ -310,7 +310,8 @@ def test_wrong_shape(tmp_path, tensors, no_reading):
     [
         (torch.float16, r"expected bfloat16 or float32, got float16"),
         (torch.float64, r"expected bfloat16 or float32, got float64"),
-        (torch.float8_e4m3fn, r"float8_e4m3fn: a float8 tensor without scale"),
+        (torch.float8_e4m3fn, r"float8_e4m3fn without its factors, layers.0.mixer_scale_inv"),
+        (torch.float8_e5m2, r"float8_e5m2: an unsupported quantisation; of FP8, float8_e4m3fn is read"),
         (torch.int8, r"int8: an unsupported quantisation"),
         (torch.uint8, r"uint8: an unsupported quantisation"),
     ],
@@ -322,14 +323,6 @@ def test_wrong_dtype(tmp_path, tensors, dtype, message, no_reading):
         load(write(tmp_path, tensors))
 
 
-def test_float8_with_scale(tmp_path, tensors):
-    tensors["layers.0.mixer"] = torch.ones(D, 1, D).to(torch.float8_e4m3fn)
-    tensors["layers.0.mixer_scale_inv"] = torch.ones(1, 1)
-    with pytest.raises(ValueError, match=r"fp8 is not implemented yet") as caught:
-        check(write(tmp_path, tensors))
-    assert caught.match(r"unknown tensors \(1\): layers.0.mixer_scale_inv")
-
-
 def test_nested_and_old_dtype_keys(tmp_path, tensors):
     check(write(tmp_path, tensors, config='{"text_config": {"torch_dtype": "bfloat16"}, "torch_dtype": "float32"}'))
     with pytest.raises(ValueError, match=r"expected float32, got bfloat16"):
@@ -337,8 +330,8 @@ def test_nested_and_old_dtype_keys(tmp_path, tensors):
 
 
 def test_quantised_config(tmp_path, tensors, no_reading):
-    config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(NotImplementedError, match="'fp8', which is not implemented yet"):
+    config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+    with pytest.raises(NotImplementedError, match=r"'fp8' with weight_block_size None; implemented is \[128, 128\]"):
         load(write(tmp_path, tensors, config=json.dumps(config)))
     config["quantization_config"]["quant_method"] = "gptq"
     with pytest.raises(ValueError, match="unknown quant_method 'gptq'; known are"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fmoe.placing
-from fmoe.placing import available_bytes, resolve_device, resolve_dtype
+from fmoe.placing import available_bytes, resolve_device, resolve_dtype, why_not_fp8
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)  # never used, only named
@@ -95,3 +95,19 @@ def test_a_device_of_another_type(requested):
         ValueError, match=rf"device={re.escape(repr(requested))} must be a string or a torch.device; kno"
     ):
         resolve_device(requested)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "reason"),
+    [
+        ("cpu", None, None, "FP8 is kept on GPUs alone, this is 'cpu'"),
+        ("cuda:0", (8, 6), None, "FP8 needs a GPU of compute capability 8.9, this has 8.6"),
+        ("cuda:0", (8, 9), None, ""),
+        ("cuda:1", (9, 0), None, ""),
+        ("cuda:0", (9, 4), "6.4", "on ROCm, FP8 is not kept yet"),
+    ],
+)
+def test_why_not_fp8(monkeypatch, device, capability, hip, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert why_not_fp8(torch.device(device)) == reason

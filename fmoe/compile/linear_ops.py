@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmoe.functional.quant import Fp8, Weight
+from fmoe.functional.quant import linear as linear_reference
+
 from .linear_settings import MAX_TOKENS, linear_from_ints
 from .ops import Plans, find_plan
 from .plan import rows_from_ints, select_implementation
@@ -39,7 +42,7 @@ LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("fmoe::linear", _linear_fake, lib=LIBRARY)
 
 
-def linear_planned(x: Tensor, w_ND: Tensor, bias_N: Tensor | None = None, /, *, plans: Plans = ()) -> Tensor:
+def linear_planned(x: Tensor, w_ND: Weight, bias_N: Tensor | None = None, /, *, plans: Plans = ()) -> Tensor:
     """Compute ``x w^T + bias``: ``fmoe::linear`` where a plan has kernels for these weights, else torch's product.
 
     Args:
@@ -52,8 +55,8 @@ def linear_planned(x: Tensor, w_ND: Tensor, bias_N: Tensor | None = None, /, *, 
         [..., N].
     """
     plan = find_plan(plans, w_ND)
-    if not plan:
-        return F.linear(x, w_ND, bias_N)
+    if not plan or isinstance(w_ND, Fp8):
+        return linear_reference(x, w_ND, bias_N)
     y: Tensor = torch.ops.fmoe.linear(x, w_ND, bias_N, list(plan))
     return y
 

@@ -126,8 +126,9 @@ def _copy_small(sets: list[Any]) -> list[Any]:
 
 def _clone(weights: MoEParams | Tensor) -> MoEParams | Tensor:
     if isinstance(weights, MoEParams):
-        stacks = weights.w_gate_up_EPD.clone(), weights.w_down_EDF.clone()
-        return weights._replace(w_gate_up_EPD=stacks[0], w_down_EDF=stacks[1])
+        w_gate_up_EPD, w_down_EDF = weights.w_gate_up_EPD, weights.w_down_EDF
+        assert isinstance(w_gate_up_EPD, Tensor) and isinstance(w_down_EDF, Tensor), "nothing in FP8 blocks is measured"
+        return weights._replace(w_gate_up_EPD=w_gate_up_EPD.clone(), w_down_EDF=w_down_EDF.clone())
     return weights.clone()
 
 

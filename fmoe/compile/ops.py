@@ -23,6 +23,7 @@ from fmoe.functional.experts import (
     compute_experts_per_slot,
 )
 from fmoe.functional.moe import MoEParams, route_and_compute
+from fmoe.functional.quant import Fp8, Weight, read_weight, weight_dtype, weight_shape
 from fmoe.functional.routing import GroupScore, RouterConfig, Routing, Scoring
 
 from .plan import (
@@ -78,16 +79,16 @@ def encode_plans(plans: Iterable[Plan], operator: Operator, /) -> Plans:
     return tuple(encoded)
 
 
-def find_plan(plans: Plans, weights: Tensor, /) -> tuple[int, ...]:
+def find_plan(plans: Plans, weights: Weight, /) -> tuple[int, ...]:
     """Find the rows planned for weights of this shape and dtype, or nothing."""
     for shape, dtype, rows in plans:
-        if shape == tuple(weights.shape) and dtype == weights.dtype:
+        if shape == weight_shape(weights) and dtype == weight_dtype(weights):
             return rows
     return ()
 
 
 def compute_experts_planned(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /, *, plans: Plans = ()
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /, *, plans: Plans = ()
 ) -> Tensor:
     """Run the function of functional/experts.py that a plan names for this number of tokens.
 
@@ -101,12 +102,12 @@ def compute_experts_planned(
 
 
 def _run_function(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /, plan: Sequence[int]
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /, plan: Sequence[int]
 ) -> Tensor:
     tokens, chosen = routing.experts_TK.shape
     name = select_implementation(plan, tokens)[0] if plan else ""
     if name not in FUNCTIONS:
-        name = default_function(tokens, chosen, w_down_EDF.shape[0]) if x_TD.device.type == "cpu" else "grouped"
+        name = default_function(tokens, chosen, weight_shape(w_down_EDF)[0]) if x_TD.device.type == "cpu" else "grouped"
     return FUNCTIONS[name](x_TD, routing, w_gate_up_EPD, w_down_EDF)
 
 
@@ -135,8 +136,8 @@ torch.library.register_fake("fmoe::experts", _experts_fake, lib=LIBRARY)
 def compute_experts_op(
     x_TD: Tensor,
     routing: Routing,
-    w_gate_up_EPD: Tensor,
-    w_down_EDF: Tensor,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
     /,
     *,
     plans: Plans = (),
@@ -152,12 +153,14 @@ def compute_experts_op(
         A tensor like x; the formula of ``compute_experts_grouped``.
     """
     plan = list(find_plan(plans, w_down_EDF))
+    # The op reads tensors: stacks in FP8 blocks are dequantised whole.
+    w_gate_up_EPD, w_down_EDF = read_weight(w_gate_up_EPD, x_TD.dtype, parts=2), read_weight(w_down_EDF, x_TD.dtype)
     y_TD: Tensor = torch.ops.fmoe.experts(x_TD, *routing, w_gate_up_EPD, w_down_EDF, plan, slots)
     return y_TD
 
 
 def compute_experts_few(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /, *, plans: Plans = ()
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /, *, plans: Plans = ()
 ) -> Tensor:
     """Decode inside a graph: the compiler fuses the gather of each row's matrices with the product.
 
@@ -258,9 +261,9 @@ LIBRARY.impl("moe", _moe, "CompositeExplicitAutograd")
 torch.library.register_fake("fmoe::moe", _moe_fake, lib=LIBRARY)
 
 
-def moe_sizes(w_router_RD: Tensor, w_down_EDF: Tensor, config: RouterConfig, /) -> tuple[int, ...]:
+def moe_sizes(w_router_RD: Tensor, w_down_EDF: Weight, config: RouterConfig, /) -> tuple[int, ...]:
     """Give the sizes of a layer's key: E, K, S, gate rows, D, F."""
-    stacked, hidden, width = w_down_EDF.shape
+    stacked, hidden, width = weight_shape(w_down_EDF)
     experts = config.num_experts
     return experts, config.top_k, stacked - experts, w_router_RD.shape[0] - experts, hidden, width
 
@@ -277,6 +280,8 @@ def compute_moe_op(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, 
     Returns:
         A tensor like x.
     """
+    if isinstance(params.w_gate_up_EPD, Fp8) or isinstance(params.w_down_EDF, Fp8):
+        return route_and_compute(x_TD, params, config, compute_experts=partial(compute_experts_op, plans=plans))
     rule, scales = rule_to_numbers(config)
     plan = find_plan(plans, params.w_down_EDF)
     y_TD: Tensor = torch.ops.fmoe.moe(

@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fmoe.functional.cache import DeltaCache
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams, delta_mix
 from fmoe.functional.kernels import Kernels
+from fmoe.functional.quant import linear as linear_reference
 from fmoe.functional.routing import RouterConfig, route_fused
 
 from .aiter_checks import absent_symbols, import_submodules
@@ -231,7 +231,7 @@ def choose(
         compute_experts=partial(compute_experts_op if compiled else compute_experts_planned, plans=moe),
         compute_experts_decode=partial(compute_experts_few if compiled else compute_experts_planned, plans=moe),
         delta_prefill=delta_prefill_op if compiled else delta_mix,
-        linear=partial(linear_planned, plans=linear) if linear else F.linear,
+        linear=partial(linear_planned, plans=linear) if linear else linear_reference,
     )
     return kernels if decision is None or decision.record is None else _with_aiter(kernels, decision, decision.record)
 

@@ -36,6 +36,7 @@ from .moe import MoEParams as MoEParams
 from .moe import SharedParams as SharedParams
 from .moe import SharedPlan as SharedPlan
 from .moe import add_shared_expert as add_shared_expert
+from .moe import keep_apart as keep_apart
 from .moe import moe_layer as moe_layer
 from .moe import plan_shared_experts as plan_shared_experts
 from .moe import route_and_compute as route_and_compute

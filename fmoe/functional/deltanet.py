@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .cache import DeltaCache, write_delta_
 from .norm import rms_norm_gated
+from .quant import Weight
 
 ChunkRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -54,12 +55,12 @@ class DeltaConfig:
 class DeltaParams(NamedTuple):
     """One layer; ``w_in`` rows are q, k, v (the mixed channels), then the gate z, then b, then a."""
 
-    w_in_ND: Tensor
+    w_in_ND: Weight
     w_conv_WN: Tensor  # the last tap multiplies the current token
     decay_H: Tensor  # float32, -exp(A_log)
     dt_bias_H: Tensor  # float32
     norm_V: Tensor
-    w_out_DN: Tensor
+    w_out_DN: Weight
 
 
 def causal_conv(x_BTN: Tensor, window_BWN: Tensor, weight_WN: Tensor, /) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ class SharedParams(NamedTuple):
     """A shared expert kept apart from the routed ones."""
 
     mlp: MLPParams
-    w_gate_1D: Weight | None
+    w_gate_1D: Tensor | None
 
 
 class MoEParams(NamedTuple):
@@ -41,6 +41,7 @@ class SharedPlan(NamedTuple):
     slots: int
     width: int  # of all shared experts together; 0 = the layer has none
     reason: str
+    required: bool = False  # fused was asked for by name
 
 
 def plan_shared_experts(
@@ -77,7 +78,23 @@ def plan_shared_experts(
             raise ValueError(f"shared_experts='fused' is not possible: {reason}; use 'auto' or 'separate'")
         return SharedPlan(0, count * size, f"separate: {reason}")
     slots = count * size // expert_size
-    return SharedPlan(slots, count * size, f"fused into {slots} slot{'s' if slots > 1 else ''}")
+    reason = f"fused into {slots} slot{'s' if slots > 1 else ''}"
+    return SharedPlan(slots, count * size, reason, required=requested == "fused")
+
+
+def keep_apart(plan: SharedPlan, why: str, /) -> SharedPlan:
+    """Take back the fusion of a layer's shared experts where their weights turn out not to fit into the stacks.
+
+    Args:
+        plan: with or without slots.
+        why: for people.
+
+    Raises:
+        ValueError: fused was asked for by name.
+    """
+    if plan.required:
+        raise ValueError(f"shared_experts='fused' is not possible: {why}; use 'auto' or 'separate'")
+    return plan._replace(slots=0, reason=f"separate: {why}") if plan.slots else plan
 
 
 def moe_layer(

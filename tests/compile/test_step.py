@@ -30,6 +30,9 @@ class RandomFill:
     def __call__(self, shape, pieces, /, *, dtype=None, by_columns=False):
         return torch.nn.Parameter(torch.randn(tuple(shape), generator=self.rng) * 0.2, requires_grad=False)
 
+    def weight(self, shape, pieces, /, *, parts=1, by_columns=False):
+        return self(shape, pieces)
+
 
 def make_model(layers, *, backend="aot_eager"):
     raw = {

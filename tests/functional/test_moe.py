@@ -20,6 +20,7 @@ from fmoe.functional.moe import (
     SharedParams,
     SharedPlan,
     add_shared_expert,
+    keep_apart,
     moe_layer,
     plan_shared_experts,
     route_and_compute,
@@ -145,13 +146,24 @@ def test_plan_shared_experts(count, size, requested):
             plan_shared_experts(count, size, 16, requested=requested)
         return
     else:
-        expected = SharedPlan(slots, width, f"fused into {slots} slot" + ("s" if slots > 1 else ""))
+        reason = f"fused into {slots} slot" + ("s" if slots > 1 else "")
+        expected = SharedPlan(slots, width, reason, required=requested == "fused")
     assert plan_shared_experts(count, size, 16, requested=requested) == expected
 
 
 def test_plan_shared_experts_refuses_an_unknown_request():
     with pytest.raises(ValueError, match="shared_experts='yes' must be 'auto', 'fused' or 'separate'"):
         plan_shared_experts(1, 16, 16, requested="yes")
+
+
+def test_keep_apart():
+    plan = plan_shared_experts(2, 16, 16, requested="auto")
+    assert keep_apart(plan, "why") == SharedPlan(0, 32, "separate: why")
+    for requested in ("separate", "auto"):
+        plan = plan_shared_experts(2, 24, 16, requested=requested)
+        assert keep_apart(plan, "why") == plan
+    with pytest.raises(ValueError, match="shared_experts='fused' is not possible: why; use 'auto' or 'separate'"):
+        keep_apart(plan_shared_experts(2, 16, 16, requested="fused"), "why")
 
 
 # The layer

@@ -228,6 +228,9 @@ def test_latent_params_read_every_tensor_once(rank):
             asked.update({piece.name: piece.shape for piece in pieces})
             return torch.empty(tuple(shape))
 
+        def weight(self, shape, pieces, /, *, parts=1, by_columns=False):
+            return self(shape, pieces)
+
     params = latent_params(Fill(), "a", config, D)
 
     queries = H * (NOPE + ROPE)

@@ -53,6 +53,9 @@ class RandomFill:
     def __call__(self, shape, pieces, /, *, dtype=None, by_columns=False):
         return torch.randn(tuple(shape), generator=self.rng) / 4
 
+    def weight(self, shape, pieces, /, *, parts=1, by_columns=False):
+        return self(shape, pieces)
+
 
 def projections(layer, *, decode):
     """List (weight, bias) of all that a layer multiplies with, but for router and experts."""
