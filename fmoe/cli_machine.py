@@ -1,4 +1,4 @@
-"""Commands about this machine: ``fmoe tune``."""
+"""Commands about this machine: ``fmoe tune`` and ``fmoe doctor``."""
 
 import json
 from dataclasses import asdict
@@ -16,6 +16,7 @@ from .cli_options import (
     switches,
     weights_option,
 )
+from .doctor import diagnose, format_diagnosis
 from .model import load
 from .plan_search import BATCH_SIZES, BUDGET_S, KEY_BUDGET_S, MAX_TOKENS
 from .planning import format_plans
@@ -85,3 +86,20 @@ def tune_command(
         click.echo(format_plans(tuned.plans))
     if out is not None:
         export_tuned(tuned, out)
+
+
+@click.command("doctor")
+@click.option("--model", "path", metavar="FOLDER", help="Also say what this model would get; no weight is read.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--dtype", default="auto", show_default=True, help="Of the model: auto, float32, bfloat16 or float16.")
+@click.option("--check-aiter", "checkout", metavar="PATH", help="Look up every name of AITER's in a checkout of it.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@switches
+@command
+def doctor_command(path: str | None, device: str, dtype: str, checkout: str | None, as_json: bool, quiet: bool) -> None:
+    """Say what can run on this machine, why not what cannot, and where plans come from."""
+    found = diagnose(device=device, dtype=dtype, model=path, checkout=checkout, progress=quiet_progress(quiet))
+    click.echo(json.dumps(asdict(found)) if as_json else format_diagnosis(found))
+    absent = [name for name, place in (found.checkout or {}).items() if not place]
+    if absent:
+        raise ValueError(f"the checkout {checkout} lacks {', '.join(absent)}; fmoe needs another release of AITER")

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Iterable
-from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 from fmoe.compile.aiter_kernels import prepare_experts
 from fmoe.compile.aiter_selftest import Outcome, run_selftest
-from fmoe.compile.capabilities import AiterRecord
+from fmoe.compile.capabilities import AiterRecord, Capabilities
 from fmoe.compile.device import describe_device
 from fmoe.compile.plan import Key, Plan, describe_choice, linear_key, make_plan, moe_key
 from fmoe.compile.plan_tables import read_tables
@@ -64,6 +63,15 @@ def _find_projections(values: object) -> Iterable[torch.Tensor]:
             yield from _find_projections(value)
 
 
+def decide_for(
+    params: Params, config: FamilyConfig, capabilities: Capabilities, /, *, requested: Requested
+) -> Decision:
+    """Decide what would run a model's MoE layers on a machine of these capabilities; the errors are ``decide``'s."""
+    key = next((key for key in list_keys(params, config) if key.operator == "moe"), None)
+    biased = any(isinstance(layer.mlp, MoEParams) and layer.mlp.bias_E is not None for layer in params.layers)
+    return decide(key, config.router, biased=biased, capabilities=capabilities, requested=requested)
+
+
 def decide_kernels(
     params: Params, /, *, config: FamilyConfig, device: torch.device, requested: Requested, progress: bool | None = None
 ) -> Decision:
@@ -79,14 +87,12 @@ def decide_kernels(
     Raises:
         RuntimeError: kernels asked for by name cannot run.
     """
-    key = next((key for key in list_keys(params, config) if key.operator == "moe"), None)
-    biased = any(isinstance(layer.mlp, MoEParams) and layer.mlp.bias_E is not None for layer in params.layers)
-    choose = partial(decide, key, config.router, biased=biased, requested=requested)
-    ask_aiter = key is not None and requested in ("auto", "aiter")
+    sparse = any(isinstance(layer.mlp, MoEParams) for layer in params.layers)
+    ask_aiter = sparse and requested in ("auto", "aiter")
     capabilities = probe(device, selftest=show_selftest(progress), ask_aiter=ask_aiter)
-    decision = choose(capabilities=capabilities)
+    decision = decide_for(params, config, capabilities, requested=requested)
     if decision.record is not None:
-        decision = choose(capabilities=connect_aiter(capabilities))
+        decision = decide_for(params, config, connect_aiter(capabilities), requested=requested)
     if requested == "auto":
         for line in decision.lines:
             LOG.info(line)

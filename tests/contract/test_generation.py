@@ -185,7 +185,7 @@ def test_weights_are_parameters_in_aiters_layout(install, load):
 
 def test_a_dtype_that_aiter_does_not_take(install, folders):
     install(NEW)
-    with pytest.raises(RuntimeError, match="kernels='aiter' cannot run here: .*not torch.float32; use kernels='auto'"):
+    with pytest.raises(RuntimeError, match=r"kernels='aiter' cannot run here: .*not torch.float32; use"):
         fmoe.load(folders("mixtral"), device="cpu", dtype="float32", kernels="aiter")
     model = fmoe.load(folders("mixtral"), device="cpu", dtype="float32")
     assert model.decision.experts == "reference"
