@@ -1,4 +1,4 @@
-"""What this machine can run and why not the rest, where plans come from, and what a model would get: ``fmoe doctor``."""
+"""What this machine can run and why not the rest, where plans come from, and what a model would get."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
