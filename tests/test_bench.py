@@ -1,6 +1,8 @@
 """The arithmetic of the benchmark; nothing here is timed."""
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,8 @@ from bench.measure import (
     spread_of_ratio,
     time_calls,
 )
+from bench.whole_model import OURS as WHOLE_OURS
+from bench.whole_model import cut_config, main, summarise
 
 
 def test_a_ratio_is_the_median_over_pairs_and_not_the_ratio_of_medians() -> None:
@@ -134,3 +138,60 @@ def test_a_result_counts_tokens_of_all_rows_and_compares_with_its_peer() -> None
     assert decode.rate(OURS) == pytest.approx(8 / 0.15)
     prefill = Result(Case("prefill", "tiny", "uncompiled", 2), samples, "slow")
     assert prefill.rate("slow") == pytest.approx(400 / 0.9)
+
+
+def test_a_config_is_cut_to_its_first_layers() -> None:
+    raw = {
+        "num_hidden_layers": 6,
+        "layer_types": list("abcdef"),
+        "mlp_only_layers": [0, 4],
+        "quantization_config": {"quant_method": "fp8"},
+        "hidden_size": 8,
+    }
+    assert cut_config(raw, 2) == {
+        "num_hidden_layers": 2,
+        "layer_types": ["a", "b"],
+        "mlp_only_layers": [0],
+        "hidden_size": 8,
+    }
+    for layers in (0, 7):
+        with pytest.raises(ValueError, match=rf"--layers {layers} must be in 1\.\.6"):
+            cut_config(raw, layers)
+
+
+def test_a_row_of_the_whole_model_compares_with_ours() -> None:
+    ours, theirs = summarise({WHOLE_OURS: [1e-3, 3e-3, 2e-3], "peer": [4e-3, 3e-3, 6e-3]}, 8)
+    assert (ours["ms_per_step"], ours["ratio"]) == (pytest.approx(2.0), 1.0)
+    assert ours["tokens_per_s"] == pytest.approx(4000.0)
+    assert theirs["ratio"] == pytest.approx(3.0)  # of 4, 1, 3
+    assert theirs["samples_ms"] == pytest.approx([4.0, 3.0, 6.0])
+
+
+def test_the_whole_model_is_measured_beside_its_peer(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 101,
+        "max_position_embeddings": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "rope_theta": 1e4,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = tmp_path / "found.json"
+    sizes = ("--layers", "2", "--batch-sizes", "2", "--context", "7", "--new-tokens", "2", "--repetitions", "3")
+    peers = ("--peers", "uncompiled grouped_mm")
+    assert main(["--model", str(tmp_path), "--device", "cpu", *sizes, *peers, "--json", str(found)]) == 0
+    record = json.loads(found.read_text())
+    assert [row["contender"] for row in record["results"]] == [WHOLE_OURS, "uncompiled grouped_mm"]
+    assert record["failed"] == {}
+    assert (record["layers"], record["dtype"]) == (2, "float32")
+    assert all(len(row["samples_ms"]) == 3 and row["ratio"] > 0 for row in record["results"])
