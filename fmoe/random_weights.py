@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, check_quantization, config_dtype, is_present, read_config, read_json
 from .loading import Build, Params, count_params, make_empty_params, make_meta_params, named_tensors
-from .placing import resolve_dtype
+from .placing import resolve_dtype, why_not_fp8
 
 Weights = Literal["stored", "random"]
 
@@ -70,8 +70,7 @@ def open_config(folder: Path, /) -> Checkpoint:
     """Read what a folder says about a model, and none of the weights that it may hold."""
     config = read_config(folder)
     path = folder / "generation_config.json"
-    if not quantised_names(config):
-        check_quantization(config)
+    check_quantization(config)
     return Checkpoint(folder, config, read_json(path) if is_present(path) else None, {})
 
 
@@ -84,13 +83,13 @@ def load_random(
     device: torch.device,
     seed: int,
 ) -> tuple[Params, torch.dtype]:
-    """Draw a model by its config.json: the dtype that it names, bfloat16 where it names none, FP8 blocks on a GPU.
+    """Draw a model by its config.json, bfloat16 where it names no dtype, in FP8 blocks where those are kept.
 
     Returns:
         (the parameters, the dtype of those that name none themselves).
     """
     stored = config_dtype(config) or torch.bfloat16
-    names = quantised_names(config) if device.type == "cuda" else frozenset()
+    names = frozenset() if why_not_fp8(device) else quantised_names(config)
     meta = make_meta_params(build, dtype=stored, names=names)
     resolved = resolve_dtype(dtype, stored=stored, num_params=count_params(meta)[0], device=device)
     return make_random_params(build, dtype=resolved, device=device, names=names, seed=seed), resolved

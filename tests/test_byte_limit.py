@@ -1,6 +1,7 @@
 """The least work of a step, counted by hand."""
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from fmoe.functional.moe import MoEParams
 from fmoe.functional.quant import Fp8
 from fmoe.info import describe
 from fmoe.loading import make_meta_params
+from fmoe.random_weights import quantised_names
 
 CONFIGS = Path(__file__).parents[1] / "bench" / "configs"
 MB = 1e6
 
 
-def count(raw: dict[str, Any], *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Work:
+def count(raw: dict[str, Any], *, names: Container[str] = frozenset(), **options: Any) -> Work:
     """Count the work of a model that exists as its config alone."""
     family = find_architecture(raw)
     config = family.parse_config(raw)
-    params = make_meta_params(lambda fill: family.build_params(fill, config), dtype=dtype)
+    dtype = torch.bfloat16
+    params = make_meta_params(lambda fill: family.build_params(fill, config), dtype=dtype, names=names)
     caches = family.init_state(config, 1, 64, dtype=dtype, device=torch.device("meta")).caches
     return count_work(params, config, caches, **options)
 
@@ -59,6 +62,16 @@ def test_qwen3_next_one_sequence_counted_by_hand() -> None:
     assert work.total_bytes == pytest.approx(7384 * MB, rel=2e-3)
     assert work.distinct == 10.0
     assert set(work.bytes) == set(work.flops) == set(PARTS)
+
+
+def test_qwen3_next_in_fp8_blocks_reads_about_half() -> None:
+    raw = published("qwen3_next_80b_a3b_fp8")
+    work = count(raw, names=quantised_names(raw), batch=1, context=4095)
+    # 0.97 ms at 4.3 TB/s
+    assert work.total_bytes == pytest.approx(4188 * MB, rel=1e-3)
+    assert work.bytes["head"] == 2 * 151936 * 2048
+    blocks = 3 * 512 * 2048 // 128**2
+    assert work.bytes["MoE"] == pytest.approx(48 * (11 * (3 * 512 * 2048 + 4 * blocks) + 2 * 513 * 2048))
 
 
 def test_operations_are_two_for_each_weight_that_works_on_a_token() -> None:

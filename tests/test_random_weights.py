@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 import fmoe
+from fmoe.architectures import find_architecture
 from fmoe.functional.quant import Fp8, dequantize
 from fmoe.functional.routing import route_fused, router_logits
-from fmoe.loading import count_params, named_tensors
+from fmoe.loading import count_params, make_meta_params, named_tensors
 from fmoe.model import resolve_folder
-from fmoe.random_weights import draw_, fill_params_, quantised_names
+from fmoe.random_weights import draw_, fill_params_, make_random_params, quantised_names
+
+PUBLISHED_FP8 = Path(__file__).parents[1] / "bench" / "configs" / "qwen3_next_80b_a3b_fp8" / "config.json"
 
 BASE: dict[str, Any] = {
     "hidden_size": 48,
@@ -199,6 +202,53 @@ def test_blocks_of_fp8_dequantise_to_the_usual_scale() -> None:
     assert w_ND[rows:].std() == pytest.approx(columns**-0.5, rel=0.05)
     assert params.w_in_ND.scale.unique().numel() == 15
     assert params.w_in_ND.w.float().unique().numel() > 100
+
+
+def build_published(names: Any) -> Any:
+    """Give the meta parameters of the FP8 config that bench carries, cut to one period of its layers."""
+    raw = json.loads(PUBLISHED_FP8.read_text()) | {"num_hidden_layers": 4}
+    family = find_architecture(raw)
+    config = family.parse_config(raw)
+    return make_meta_params(lambda fill: family.build_params(fill, config), dtype=torch.bfloat16, names=names)
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "by rule"])
+def test_a_published_config_is_quantised_as_its_checkpoint(listed: bool) -> None:
+    raw = json.loads(PUBLISHED_FP8.read_text())
+    if not listed:
+        del raw["quantization_config"]["modules_to_not_convert"]
+    params = build_published(quantised_names(raw))
+    plain = build_published(frozenset())
+    assert count_params(plain)[1] > 1.6 * count_params(params)[1]
+    delta, attention = params.layers[0].mixer, params.layers[3].mixer
+    assert delta.w_in_ND.w.shape == (12288, 2048)
+    assert delta.w_in_ND.rest_MD.shape == (64, 2048)  # b and a
+    assert attention.w_in_ND.w.shape == (9216, 2048)
+    assert attention.w_in_ND.rest_MD is None
+    assert all(isinstance(w, Fp8) for w in (delta.w_out_DN, attention.w_out_DN, *params.layers[0].mlp[1:3]))
+    assert params.layers[0].mlp.w_down_EDF.w.shape == (513, 2048, 512)  # the shared expert with the routed ones
+    kept = (params.head_VD, params.embed_VD, params.layers[0].mlp.w_router_ED, delta.w_conv_WN, attention.norm_HC)
+    assert all(isinstance(tensor, Tensor) and tensor.dtype != torch.float8_e4m3fn for tensor in kept)
+
+
+def test_a_model_in_fp8_is_drawn(write: Any) -> None:
+    raw = json.loads((write("qwen3_next", quantization_config={"quant_method": "fp8"}) / "config.json").read_text())
+    family = find_architecture(raw)
+    config = family.parse_config(raw)
+    params = make_random_params(
+        lambda fill: family.build_params(fill, config),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        names=quantised_names(raw),
+        seed=0,
+    )
+    w_down_EDF = params.layers[0].mlp.w_down_EDF
+    assert isinstance(w_down_EDF, Fp8)
+    assert dequantize(w_down_EDF, torch.float32).std() == pytest.approx(20**-0.5, rel=0.25)  # of 13 factors
+    assert all(tensor.float().isfinite().all() for _, tensor in named_tensors(params))
+    # where FP8 is not kept, the same config gives plain numbers
+    model = fmoe.load(write("qwen3_next", quantization_config={"quant_method": "fp8"}), weights="random", device="cpu")
+    assert {tensor.dtype for tensor in tensors(model).values()} == {torch.float32}
 
 
 def test_what_is_drawn_in_parts_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
