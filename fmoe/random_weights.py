@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from .architectures import SCALE
 from .checkpoint import Checkpoint, check_quantization, config_dtype, is_present, read_config, read_json
 from .loading import Build, Params, count_params, make_empty_params, make_meta_params, named_tensors
 from .placing import resolve_dtype, why_not_fp8
@@ -27,35 +28,39 @@ BIAS_STD = 0.02
 NORM_STD = 0.1  # about one
 FP8_STD = 64.0  # of the stored values, whose largest is 448
 MOST_SEED = 2**63 - 1
+STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 UNQUANTISED = ("lm_head", "embed_tokens", "gate", "shared_expert_gate", "in_proj_ba", "conv1d")
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedNames:
-    """The tensor names to believe in: those of the scales of every module that config.json calls quantised.
+class DrawnNames:
+    """The tensor names to believe in besides those that every checkpoint holds.
 
-    ``kept`` are the modules that it does not, by whole names or by the ends of names.
+    Experts are stacked, which makes a parameter of two pieces instead of a thousand. Every module that config.json
+    calls quantised has its factors; ``kept`` are the modules that are not, by whole names or by the ends of names, and
+    None says that none is quantised.
     """
 
-    kept: tuple[str, ...]
+    kept: tuple[str, ...] | None
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether the checkpoint would hold this tensor beside those that every checkpoint holds."""
-        if not isinstance(name, str) or not name.endswith(".weight_scale_inv"):
+        """Tell whether the checkpoint would hold this tensor."""
+        if not isinstance(name, str):
             return False
-        module = name.removesuffix(".weight_scale_inv")
-        if module.rpartition(".")[2] in UNQUANTISED or module.endswith("norm"):
+        if not name.endswith(SCALE):
+            return name.endswith(STACKED)
+        module = name.removesuffix(SCALE).removesuffix(".weight")
+        if self.kept is None or module.rpartition(".")[2] in UNQUANTISED or module.endswith("norm"):
             return False
         return not any(module == kept or module.endswith(f".{kept}") for kept in self.kept)
 
 
-def quantised_names(config: Mapping[str, Any], /) -> QuantisedNames | frozenset[str]:
-    """Read from config.json which scales a checkpoint would hold; none where it is not quantised in FP8 blocks."""
+def quantised_names(config: Mapping[str, Any], /) -> DrawnNames | frozenset[str]:
+    """Read from config.json which tensors of a checkpoint in FP8 blocks have factors; empty where it is none."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
         return frozenset()
-    kept = quantization.get("modules_to_not_convert") or ()
-    return QuantisedNames(tuple(str(name) for name in kept))
+    return DrawnNames(tuple(str(name) for name in quantization.get("modules_to_not_convert") or ()))
 
 
 def check_weights(weights: object, seed: object, /) -> None:
@@ -89,7 +94,7 @@ def load_random(
         (the parameters, the dtype of those that name none themselves).
     """
     stored = config_dtype(config) or torch.bfloat16
-    names = frozenset() if why_not_fp8(device) else quantised_names(config)
+    names = (not why_not_fp8(device) and quantised_names(config)) or DrawnNames(None)
     meta = make_meta_params(build, dtype=stored, names=names)
     resolved = resolve_dtype(dtype, stored=stored, num_params=count_params(meta)[0], device=device)
     return make_random_params(build, dtype=resolved, device=device, names=names, seed=seed), resolved
@@ -104,7 +109,7 @@ def make_random_params(
         build: as in ``load_params``.
         dtype: of the parameters that name none themselves.
         device: where they are drawn; nothing passes through the host.
-        names: checkpoint tensors to believe in, such as ``quantised_names`` gives.
+        names: checkpoint tensors to believe in, such as DrawnNames.
         seed: of the whole model.
     """
     return fill_params_(make_empty_params(build, dtype=dtype, device=device, names=names), seed=seed)

@@ -16,7 +16,7 @@ from fmoe.functional.quant import Fp8, dequantize
 from fmoe.functional.routing import route_fused, router_logits
 from fmoe.loading import count_params, make_meta_params, named_tensors
 from fmoe.model import resolve_folder
-from fmoe.random_weights import draw_, fill_params_, make_random_params, quantised_names
+from fmoe.random_weights import DrawnNames, draw_, fill_params_, make_random_params, quantised_names
 
 PUBLISHED_FP8 = Path(__file__).parents[1] / "bench" / "configs" / "qwen3_next_80b_a3b_fp8" / "config.json"
 
@@ -218,7 +218,7 @@ def test_a_published_config_is_quantised_as_its_checkpoint(listed: bool) -> None
     if not listed:
         del raw["quantization_config"]["modules_to_not_convert"]
     params = build_published(quantised_names(raw))
-    plain = build_published(frozenset())
+    plain = build_published(DrawnNames(None))
     assert count_params(plain)[1] > 1.6 * count_params(params)[1]
     delta, attention = params.layers[0].mixer, params.layers[3].mixer
     assert delta.w_in_ND.w.shape == (12288, 2048)
@@ -261,18 +261,22 @@ def test_what_is_drawn_in_parts_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_names_that_a_quantised_checkpoint_would_hold() -> None:
-    assert quantised_names({}) == frozenset()
-    assert quantised_names({"quantization_config": {"quant_method": "gptq"}}) == frozenset()
     kept = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.3.mlp.down_proj", "k_proj"]}
-    names = quantised_names({"quantization_config": kept})
-    held = ("self_attn.q_proj", "mlp.experts.7.down_proj", "mlp.gate_proj", "linear_attn.in_proj_qkvz")
+    raw = {"quantization_config": kept}
+    names = quantised_names(raw)
+    held = ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.gate_proj.weight", "mlp.experts.down_proj")
     absent = ("mlp.gate", "mlp.down_proj", "self_attn.k_proj", "self_attn.q_norm", "linear_attn.in_proj_ba")
-    assert all(f"model.layers.3.{name}.weight_scale_inv" in names for name in held)
+    assert all(f"model.layers.3.{name}_scale_inv" in names for name in held)
     assert not any(f"model.layers.3.{name}.weight_scale_inv" in names for name in absent)
     assert "model.layers.4.mlp.down_proj.weight_scale_inv" in names
     assert "lm_head.weight_scale_inv" not in names
     assert "model.layers.3.self_attn.q_proj.weight" not in names
+    assert "model.layers.3.mlp.experts.gate_up_proj" in names
     assert 7 not in names
+    assert not quantised_names({})
+    assert not quantised_names({"quantization_config": {"quant_method": "gptq"}})
+    assert "model.layers.3.mlp.experts.gate_up_proj" in DrawnNames(None)
+    assert "model.layers.3.mlp.experts.gate_up_proj_scale_inv" not in DrawnNames(None)
 
 
 @pytest.mark.parametrize(
