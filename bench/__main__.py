@@ -3,6 +3,7 @@
     python -m bench                        decode and prefill against transformers
     python -m bench --quick --only tiny    fewer samples, one model
     python -m bench load-memory            peak memory of loading; further arguments are its own
+    python -m bench tuned                  what tuning chose against the rule, in turns; as above
 
 The targets are printed beside the ratios and never asserted. The exit status is 1 where tokens were wrong.
 """
@@ -28,13 +29,14 @@ import fmoe
 from .decode import FULL, OURS, QUICK, Result, all_cases, run_cases, select_cases
 from .measure import CLOCKS
 
+SCRIPTS = {"load-memory": "bench.load_memory", "tuned": "bench.tuned"}
 HEADER = f"{'case':32} {'fmoe':>9} {'peer':>9}  {'ratio (quartiles)':20} {'target':>6}  peer is"
 
 
 def main() -> int:
     """Parse the arguments, measure, print, and write the samples where asked."""
-    if sys.argv[1:2] == ["load-memory"]:
-        return subprocess.run([sys.executable, "-m", "bench.load_memory", *sys.argv[2:]], check=False).returncode
+    if sys.argv[1:2] and (script := SCRIPTS.get(sys.argv[1])):
+        return subprocess.run([sys.executable, "-m", script, *sys.argv[2:]], check=False).returncode
     options = _parse_arguments()
     cases = select_cases(all_cases(), options.only)
     if not cases:

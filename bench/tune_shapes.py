@@ -9,12 +9,12 @@ It is the search of ``fmoe tune`` over random weights of the same shapes; the ta
 import argparse
 import logging
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from bench.linear_kernels import PROJECTIONS, unique_shapes
 from bench.moe_shapes import SHAPES, random_layer
+from bench.tune_layers import RandomLayer, RandomParams
 from fmoe.compile.device import describe_device
 from fmoe.compile.plan import Key, linear_key, moe_key
 from fmoe.compile.plan_tables import export_table, shipped_file
@@ -25,18 +25,6 @@ from fmoe.planning import format_plans
 
 SETS = 8  # weight sets of one shape, so that none stays in the cache
 SET_BYTES = 24 << 30  # of all sets of one shape
-
-
-class RandomLayer(NamedTuple):
-    """What the search reads of a model's layer."""
-
-    mlp: MoEParams | torch.Tensor
-
-
-class RandomParams(NamedTuple):
-    """What the search reads of a model's parameters."""
-
-    layers: tuple[RandomLayer, ...]
 
 
 def draw_shape(name: str) -> tuple[RandomParams, RouterConfig, Key]:
