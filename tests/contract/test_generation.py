@@ -202,6 +202,14 @@ def test_a_kernel_that_fails_later_names_the_way_out(defect, install, load):
     assert machine().calls == ["topk_softmax"]  # it was not tried again
 
 
+def test_a_routing_without_the_shared_columns_is_an_error(install, load, monkeypatch):
+    install(OLD)
+    model = load("qwen2_moe")
+    monkeypatch.setattr(aiter_ops, "inject_shared_experts", lambda routing, *rest, **options: routing)
+    with pytest.raises(RuntimeError, match=r"must have K \+ S = 8 columns, AITER's has \{4\}; load with kernels='refe"):
+        generate(model)
+
+
 def test_an_import_that_fails_after_the_self_test(install, load, folders, tmp_path, monkeypatch, caplog):
     expected = generate(load("mixtral", kernels="reference"))
     install(NEW)
