@@ -12,6 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,12 @@ def draw_layers(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype
 
     shapes = (experts + gates, hidden), (experts + slots, 2 * width, hidden), (experts + slots, hidden, width)
     return [MoEParams(*(draw(*shape) for shape in shapes), None, None) for _ in range(SETS)]
+
+
+def run_all(run: Callable[..., Tensor], choice: tuple[Any, ...], x_TD: Tensor, layers: list[MoEParams]) -> None:
+    """Run every layer in one way."""
+    for layer in layers:
+        run(*choice, x_TD, layer)
 
 
 def time_in_turns(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
@@ -82,12 +90,10 @@ def main() -> int:
         for count in tokens:
             x_TD = torch.randn(count, sizes[4], device=device).to(dtype)
             choices = {
-                name: select_implementation(plan_to_ints(p), count) for name, p in (("tuned", tuned), ("rule", rule))
+                name: select_implementation(plan_to_ints(plan), count)
+                for name, plan in (("tuned", tuned), ("rule", rule))
             }
-            runs = {
-                name: (lambda choice=choice, x_TD=x_TD: [run(*choice, x_TD, layer) for layer in layers])
-                for name, choice in choices.items()
-            }
+            runs = {name: partial(run_all, run, choice, x_TD, layers) for name, choice in choices.items()}
             seconds = time_in_turns(runs, device)
             ratio = seconds["tuned"] / seconds["rule"]
             same = choices["tuned"] == choices["rule"]
