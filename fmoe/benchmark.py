@@ -28,6 +28,7 @@ LOG = logging.getLogger("fmoe")
 
 WARM_UPS = 4  # steps, or prompts, before the clock starts
 TRACED = 4  # steps under the profiler
+SPARE = 2  # tokens nobody takes: captured steps run ahead, and so the last ones that are taken launch as many
 WATCHED = 4  # uncompiled steps whose experts are counted
 META = torch.device("meta")
 
@@ -61,8 +62,8 @@ class Settings:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens that a sequence gets: the first, the steps that warm up, the timed and the traced ones."""
-        return 1 + WARM_UPS + self.repetitions * self.new_tokens + TRACED
+        """Tokens that a sequence gets: the first, those that warm up, the timed, the traced and the spare ones."""
+        return 1 + WARM_UPS + self.repetitions * self.new_tokens + TRACED + SPARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +209,9 @@ def measure_decode(model: Model, batch: int, settings: Settings, rates: Rates, /
     prompts_ms = (time.perf_counter() - begin) * 1e3
     samples_ms, profile = _time_steps(run, settings, model.device)
     peak = read_peak_bytes(model.device)
+    _take(run, settings.decode_tokens)  # to its end, where what it took is left to others
     watch, watched_s = _watch(model, batch, settings)
-    ms = statistics.median(samples_ms)
+    ms, on_gpu = statistics.median(samples_ms), model.device.type == "cuda"
     middle = settings.context + 1 + WARM_UPS + settings.repetitions * settings.new_tokens // 2
     layers = count_moe_layers(model.params.layers)
     count = partial(_count, model, batch=batch, context=middle)
@@ -236,7 +238,7 @@ def measure_decode(model: Model, batch: int, settings: Settings, rates: Rates, /
         parts=list_parts(work, rates, profile, seconds),
         # of the steps that were not traced: tracing makes gaps longer, and kernels hardly
         gaps_ms=max(ms - profile.busy_ms, 0.0) if profile else 0.0,
-        parts_of="traced steps" if profile else "uncompiled steps",
+        parts_of="traced steps" if profile else f"uncompiled steps{' on the host' if on_gpu else ''}",
         prompts_ms=prompts_ms,
         peak_bytes=peak,
     )
@@ -350,7 +352,9 @@ def _time_steps(
     if device.type != "cuda":
         return samples_ms, None
     kernels = trace_kernels(lambda: _take(run, TRACED))
-    return samples_ms, profile_kernels(kernels, TRACED)
+    if not kernels:
+        LOG.warning("torch's profiler saw nothing on the GPU, so no kernels are counted")
+    return samples_ms, profile_kernels(kernels, TRACED) if kernels else None
 
 
 def _watch(model: Model, batch: int, settings: Settings) -> tuple[Watch, float]:

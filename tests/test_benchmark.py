@@ -18,7 +18,7 @@ import fmoe
 from fmoe import cli
 from fmoe.benchmark import Settings, draw_prompts, list_parts, measure_decode, measure_prefill, run_benchmark
 from fmoe.benchmark_machine import measure_rates, process_age_s, read_peak_bytes, reset_peak
-from fmoe.benchmark_parts import profile_kernels, read_trace
+from fmoe.benchmark_parts import Profile, profile_kernels, read_trace
 from fmoe.benchmark_plot import main as plot_main
 from fmoe.benchmark_report import check_plot, format_benchmark, make_record
 from fmoe.byte_limit import PARTS, Rates, Work
@@ -103,6 +103,19 @@ def measure_bytes(model: fmoe.Model, *, distinct: float) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fmoe.benchmark._watch", lambda *_: (FixedWatch(distinct), 1.0))
         return measure_decode(model, 2, SMALL, RATES).bytes_per_step
+
+
+def test_what_no_kernel_took_are_gaps(model: fmoe.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = {"MoE": 2.0, "DeltaNet": 1.0, "attention": 0.5, "head": 0.25, "rest": 0.25}
+    profile = Profile(kernels=430.0, copies=1.0, parts_ms=busy, parts_kernels=dict.fromkeys(busy, 86.0))
+    monkeypatch.setattr("fmoe.benchmark._time_steps", lambda *_: ([6.0, 5.0, 9.0], profile))
+    monkeypatch.setattr("fmoe.benchmark._watch", lambda *_: (FixedWatch(), 1.0))
+    case = measure_decode(model, 1, SMALL, RATES)
+    assert case.gaps_ms == pytest.approx(2.0)
+    assert (case.kernels_per_step, case.copies_per_step, case.parts_of) == (430.0, 1.0, "traced steps")
+    assert {part.name: part.ms for part in case.parts} == busy
+    monkeypatch.setattr("fmoe.benchmark._time_steps", lambda *_: ([3.0], profile))
+    assert measure_decode(model, 1, SMALL, RATES).gaps_ms == 0.0  # tracing made kernels slower than the step
 
 
 def test_prefill_is_the_median_prompt(model: fmoe.Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,9 +267,9 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
 
 
 def test_what_does_not_fit_the_context_is_refused(model: fmoe.Model) -> None:
-    assert Settings(new_tokens=10, repetitions=3).decode_tokens == 1 + 4 + 30 + 4
+    assert Settings(new_tokens=10, repetitions=3).decode_tokens == 1 + 4 + 30 + 4 + 2
     with pytest.raises(
-        ValueError, match="context=4000 and 169 tokens behind it need 4169 positions, the model has 4096"
+        ValueError, match="context=4000 and 171 tokens behind it need 4171 positions, the model has 4096"
     ):
         run_benchmark(model, Settings(context=4000))
     with pytest.raises(ValueError, match="prefill_tokens=4097 must be at most the model's context of 4096"):
