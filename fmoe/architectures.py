@@ -14,8 +14,12 @@ from fmoe.models.decoder import DecoderConfig as DecoderConfig
 from fmoe.models.decoder import Layers as Layers
 from fmoe.models.decoder import Params as Params
 from fmoe.models.decoder import State as State
+from fmoe.models.decoder import Stream as Stream
+from fmoe.models.decoder import choose_tokens as choose_tokens
 from fmoe.models.decoder import compute_logits as compute_logits
 from fmoe.models.decoder import forward as forward
+from fmoe.models.decoder import run_layers as run_layers
+from fmoe.models.decoder import start_step as start_step
 from fmoe.models.decoder import state_row as state_row
 from fmoe.models.weights import DIFFER as DIFFER
 from fmoe.models.weights import SCALE as SCALE

@@ -166,10 +166,10 @@ class Watch:
         steps = [self.distinct[i : i + layers] for i in range(0, len(self.distinct), layers)]
         return [sum(counts) / len(counts) for counts in zip(*steps, strict=True)]
 
-    def _layer(self, kind: str, layer: Callable[..., Tensor], x: Tensor, params: Any, cache: Any, *rest: Any) -> Tensor:
+    def _layer(self, kind: str, layer: Callable[..., Any], stream: Any, params: Any, cache: Any, *rest: Any) -> Any:
         begin = self.clock()
         self.mixer_end = begin
-        y = layer(x, params, cache, *rest)
+        y = layer(stream, params, cache, *rest)
         self.seconds[part_of(kind, cache)] += self.mixer_end - begin
         self.seconds["MoE" if isinstance(params.mlp, MoEParams) else "rest"] += self.clock() - self.mixer_end
         return y

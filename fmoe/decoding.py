@@ -3,6 +3,7 @@
 Letters: B rows, T tokens, D hidden, V vocabulary.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, groupby
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmoe.compile.step import Steps, cache_slots, visible_slots
+from fmoe.compile.step import Cursor, Steps, cache_slots, visible_slots
 from fmoe.functional.sampling import (
     count_candidates,
     mark_seen_,
@@ -22,11 +23,13 @@ from fmoe.functional.sampling import (
     token_logprobs,
 )
 
-from .architectures import State, forward, state_row
+from .architectures import State, Stream, forward, run_layers, state_row
+from .capture import DirectMachine, GraphMachine, Launcher, Machine, Outputs
 from .model import Model
 from .options import Options
 
 PREFILL_CHUNK = 2048
+ROOM = 512  # positions by which caches grow where steps do not depend on their size
 SCORE_CHUNK = 512  # positions whose logits are in memory at once
 
 
@@ -51,8 +54,13 @@ def run(model: Model, steps: Steps, tokens_BT: Tensor, state: State, /, *, visib
     Returns:
         (hidden [B, T, D], the new state).
     """
-    slots = visible_slots(visible)
-    return forward(tokens_BT, model.params, state, model.config.decoder, steps.layers, slots=slots)
+    slots: int | None = visible_slots(visible)
+    start = None
+    if tokens_BT.shape[1] == 1 and not steps.masked:
+        slots, start = None, steps.start
+    x_BTD: Tensor
+    x_BTD, state = forward(tokens_BT, model.params, state, model.config.decoder, steps.layers, slots=slots, start=start)
+    return x_BTD, state
 
 
 def compute_head(model: Model, steps: Steps, x_BD: Tensor, /) -> Tensor:
@@ -102,11 +110,16 @@ def decode_batch(
     first_row: int = 0,
     chunk: int = PREFILL_CHUNK,
     is_active: Callable[[int], bool] = lambda row: True,
+    machine: Machine | None = None,
 ) -> Iterator[list[Token]]:
     """Generate one token per row and turn, until max_new_tokens or until the caller stops asking.
 
     Row i is sampled with seed + first_row + i and the number of tokens it has, so its tokens do not depend on the
-    other rows. NaN or infinity in a row that is no longer active concerns nobody.
+    other rows. NaN or infinity in a row that is no longer active concerns nobody. Captured steps run ahead of the
+    tokens that were read; what nobody asks for any more is dropped.
+
+    Args:
+        machine: launches the steps; None captures them where the device and the kernels allow it.
 
     Yields:
         One Token per row.
@@ -115,31 +128,93 @@ def decode_batch(
         RuntimeError: a row's logits hold NaN or infinity; the message names the layer.
     """
     lengths = [len(ids) for ids in prompts]
-    longest = max(lengths)
-    state = new_state(model, len(prompts), longest + options.max_new_tokens)
-    logits_BV = prefill(model, steps, prompts, state, chunk=chunk)
-    state = state._replace(lengths_B=torch.tensor(lengths, dtype=torch.int64, device=model.device))
-    choose = _Chooser(model, prompts, options, first_row)
+    machine = machine or choose_machine(model, steps)
+    batch = _open_batch(model, steps, len(prompts), max(lengths) + options.max_new_tokens, options, machine)
     generated: list[list[int]] = [[] for _ in prompts]
-    tokens_B = state.lengths_B  # before the first turn, none
-    for n in range(options.max_new_tokens):
-        if n > 0:
-            x_B1D, state = run(model, steps, tokens_B[:, None], state, visible=longest + n)
-            logits_BV = compute_head(model, steps, x_B1D[:, -1])
-        tokens_B, tokens, broken = choose(logits_BV, n)
-        for row in filter(is_active, broken):
-            raise RuntimeError(explain_nan(model, [*prompts[row], *generated[row]], steps, chunk=chunk))
-        for ids, token in zip(generated, tokens, strict=True):
-            ids.append(token.id)
-        yield tokens
+    try:
+        batch.begin(prompts, options, first_row)
+        logits_BV = prefill(model, steps, prompts, batch.state, chunk=chunk)
+        batch.place(lengths)
+        for tokens, broken in batch.run(batch.choose(logits_BV), max(lengths), options.max_new_tokens):
+            for row in filter(is_active, broken):
+                raise RuntimeError(explain_nan(model, [*prompts[row], *generated[row]], steps, chunk=chunk))
+            for ids, token in zip(generated, tokens, strict=True):
+                ids.append(token.id)
+            yield tokens
+    finally:
+        if batch.launcher.machine.least is not None:
+            model.shelf.put(batch)
 
 
-class _Chooser:
-    """Choose each row's next token; holds what sampling needs from step to step."""
+def choose_machine(model: Model, steps: Steps, /) -> Machine:
+    """Capture compiled steps on a GPU whose kernels read positions; call all others."""
+    captured = model.device.type == "cuda" and steps.compiled and not steps.masked
+    return GraphMachine(model.device) if captured else DirectMachine()
 
-    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], options: Options, first_row: int) -> None:
-        self.options = options
-        self.params = sampling_params(
+
+def _open_batch(model: Model, steps: Steps, rows: int, tokens: int, options: Options, machine: Machine, /) -> "_Batch":
+    """Take the batch that was kept, if it is of this kind and has room, or make one."""
+    kind = (type(machine), rows, _Choice.of(options))
+
+    def fits(kept: _Batch) -> bool:
+        same = kept.params is model.params and kept.steps is steps and kept.kind == kind
+        return same and kept.capacity >= tokens
+
+    kept: _Batch | None = model.shelf.take(fits) if machine.least is not None else None
+    return kept or _Batch(model, steps, kind, tokens, machine)
+
+
+class _Choice(NamedTuple):
+    """What of the options decides which operations choose a token."""
+
+    greedy: bool
+    candidates: int | None
+    penalized: bool
+    logprobs: int | None
+
+    @property
+    def is_plain(self) -> bool:
+        """The most probable token and nothing else."""
+        return self.greedy and not self.penalized and self.logprobs is None
+
+    @classmethod
+    def of(cls, options: Options, /) -> "_Choice":
+        candidates = count_candidates(top_k=options.top_k, top_p=options.top_p)
+        return cls(options.temperature == 0, candidates, options.repetition_penalty != 1.0, options.logprobs)
+
+
+class _Batch:
+    """Rows that decode together: their state, what sampling needs, and the step, all at addresses that do not change.
+
+    It knows nothing of the model that may keep it.
+    """
+
+    def __init__(
+        self, model: Model, steps: Steps, kind: tuple[type, int, _Choice], tokens: int, machine: Machine
+    ) -> None:
+        _, rows, self.choice = self.kind = kind
+        self.params, self.steps, self.decoder = model.params, steps, model.config.decoder
+        self.launcher = Launcher(machine)
+        # Where nothing depends on the number of slots, room for more lets the batch serve longer prompts.
+        self.capacity = tokens if steps.masked else -(-tokens // ROOM) * ROOM
+        self.state = new_state(model, rows, self.capacity)
+        tokens_B, counters_B = torch.zeros(2, rows, dtype=torch.int64, device=model.device).unbind()
+        self.cursor = Cursor(tokens_B.clone(), self.state.lengths_B, counters_B.clone())
+        self.sampling = sampling_params(rows, temperature=0.0, device=model.device)
+        self.seen_BV: Tensor | None = None
+        if self.choice.penalized:
+            self.seen_BV = torch.zeros(rows, self.decoder.vocab_size, dtype=torch.bool, device=model.device)
+        self.visible = 0
+        self.used = False
+
+    def begin(self, prompts: Sequence[Sequence[int]], options: Options, first_row: int, /) -> None:
+        """Forget what was there, and take the settings and the tokens that count as seen."""
+        written = [part for cache in self.state.caches for part in cache]
+        for part in [*(written if self.used else []), *self.cursor]:
+            part.zero_()
+        self.used = True
+        device = self.state.lengths_B.device
+        fresh = sampling_params(
             len(prompts),
             temperature=options.temperature,
             top_p=options.top_p,
@@ -147,39 +222,72 @@ class _Chooser:
             min_p=options.min_p,
             repetition_penalty=options.repetition_penalty,
             seed=options.seed,
-            device=model.device,
+            device=device,
         )
-        self.params = self.params._replace(seeds_B=self.params.seeds_B + first_row)
-        self.candidates = count_candidates(top_k=options.top_k, top_p=options.top_p)
-        self.seen_BV: Tensor | None = None
-        if options.repetition_penalty != 1.0:
-            vocab_size = model.config.decoder.vocab_size
-            self.seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=model.device)
-            for row, ids in enumerate(prompts):
-                self.seen_BV[row, torch.tensor(ids, device=model.device)] = True
-
-    def __call__(self, logits_BV: Tensor, n: int, /) -> tuple[Tensor, list[Token], list[int]]:
-        """Return tokens_B, one Token per row, and the rows whose logits hold NaN or infinity."""
-        options, raw_BV = self.options, logits_BV
+        fresh = fresh._replace(seeds_B=fresh.seeds_B + first_row)
+        for kept_B, fresh_B in zip(self.sampling, fresh, strict=True):
+            kept_B.copy_(fresh_B)
         if self.seen_BV is not None:
-            logits_BV = penalize_repetition(logits_BV, self.seen_BV, self.params.repetition_penalty_B)
-        if options.temperature == 0:
+            self.seen_BV.zero_()
+            for row, ids in enumerate(prompts):
+                self.seen_BV[row, torch.tensor(ids, device=device)] = True
+
+    def place(self, lengths: Sequence[int], /) -> None:
+        """Say how long the prompts are; choosing the first token moves on by one, though no layer has seen it."""
+        lengths_B = self.state.lengths_B
+        lengths_B.copy_(torch.tensor([length - 1 for length in lengths], dtype=torch.int64, device=lengths_B.device))
+
+    def run(self, first: Outputs, longest: int, count: int, /) -> Iterator[tuple[list[Token], list[int]]]:
+        """Give the tokens of ``count`` steps, of which the first is done, and the rows whose logits were broken."""
+        machine, launched = self.launcher.machine, 1
+        reads = deque([machine.fetch(first)])
+        for n in range(count):
+            # What compiles does not run ahead: the token before it is there already.
+            while launched < min(n + 1 + (machine.ahead if self.launcher.warm else 0), count):
+                self.visible = longest + launched
+                reads.append(machine.fetch(self.launcher.launch(self.step, remaining=count - launched)))
+                launched += 1
+            yield self._read(reads.popleft()())
+
+    def step(self) -> Outputs:
+        """Run the newest token of each row and choose the next, on the device alone."""
+        steps, params = self.steps, self.params
+        slots = visible_slots(self.visible) if steps.masked else None
+        tokens_B1 = self.cursor.tokens_B[:, None]
+        start = None if steps.masked else steps.start
+        stream = run_layers(tokens_B1, params, self.state, self.decoder, steps.layers, slots=slots, start=start)
+        if steps.choose is not None and self.choice.is_plain:
+            tokens_B, best_B = steps.choose(stream, params.norm_D, params.head_VD)
+            return (steps.advance(tokens_B, best_B, self.cursor),)
+        x_B1D = stream.total_BTD + stream.branch_BTD
+        return self.choose(steps.logits(x_B1D[:, -1], params.norm_D, params.head_VD))
+
+    def choose(self, logits_BV: Tensor, /) -> Outputs:
+        """Choose from logits: codes of ``advance_``, and log-probabilities where they are asked for."""
+        raw_BV, choice = logits_BV, self.choice
+        if self.seen_BV is not None:
+            logits_BV = penalize_repetition(logits_BV, self.seen_BV, self.sampling.repetition_penalty_B)
+        if choice.greedy:
             tokens_B = sample_greedy(logits_BV)
         else:
-            counters_B = torch.full_like(self.params.seeds_B, n)
-            tokens_B = sample(logits_BV, self.params, counters_B, num_candidates=self.candidates)
+            tokens_B = sample(logits_BV, self.sampling, self.cursor.counters_B, num_candidates=choice.candidates)
         if self.seen_BV is not None:
             mark_seen_(self.seen_BV, tokens_B)
-        # NaN and infinity show in the sum; one transfer brings tokens and flags to the host.
-        flags_B = ~raw_BV.sum(-1).isfinite()
-        ids, flags = torch.stack((tokens_B, flags_B.long())).tolist()
-        broken = [row for row, flag in enumerate(flags) if flag]
-        if options.logprobs is None:
-            return tokens_B, [Token(i, None, ()) for i in ids], broken
-        own_B, top_ids_Bn, top_Bn = token_logprobs(raw_BV, tokens_B, n=options.logprobs)
+        # NaN and infinity show in the sum
+        codes_B = self.steps.advance(tokens_B, raw_BV.sum(-1), self.cursor)
+        if choice.logprobs is None:
+            return (codes_B,)
+        return codes_B, *token_logprobs(raw_BV, tokens_B, n=choice.logprobs)
+
+    def _read(self, outputs: Sequence[Tensor]) -> tuple[list[Token], list[int]]:
+        codes = outputs[0].tolist()
+        ids = [code if code >= 0 else -1 - code for code in codes]
+        broken = [row for row, code in enumerate(codes) if code < 0]
+        if self.choice.logprobs is None:
+            return [Token(i, None, ()) for i in ids], broken
+        own_B, top_ids_Bn, top_Bn = outputs[1:]
         rows = zip(ids, own_B.tolist(), top_ids_Bn.tolist(), top_Bn.tolist(), strict=True)
-        tokens = [Token(i, own, tuple(zip(top_ids, top, strict=True))) for i, own, top_ids, top in rows]
-        return tokens_B, tokens, broken
+        return [Token(i, own, tuple(zip(top_ids, top, strict=True))) for i, own, top_ids, top in rows], broken
 
 
 def explain_nan(model: Model, ids: Sequence[int], steps: Steps, /, *, chunk: int) -> str:
@@ -208,14 +316,14 @@ def _run_watched(model: Model, tokens_BT: Tensor, state: State, /, *, visible: i
     found: list[str] = []
     index = count()
 
-    def watch(kind: str, x: Tensor, *arguments: Any) -> Tensor:
+    def watch(kind: str, stream: Stream, *arguments: Any) -> Stream:
         i = next(index)
-        if i == 0 and not _is_finite(x):
+        if i == 0 and not _is_finite(stream.total_BTD):
             found.append("the embedding")
-        x = model.eager.layers[kind](x, *arguments)
-        if not _is_finite(x):
+        stream = model.eager.layers[kind](stream, *arguments)
+        if not _is_finite(stream.total_BTD + stream.branch_BTD):
             found.append(f"layer {i} ({kind})")
-        return x
+        return stream
 
     layers = {kind: partial(watch, kind) for kind in model.eager.layers}
     slots = visible_slots(visible)

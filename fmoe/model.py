@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch
 
+from fmoe.compile.decode_choice import add_decode_kernels
 from fmoe.compile.plan import Plan
 from fmoe.compile.select import Decision, Requested, check_requested, choose
 from fmoe.compile.step import Steps, compile_steps
@@ -21,11 +22,15 @@ from .architectures import (
     DIFFER,
     Architecture,
     FamilyConfig,
+    Layers,
     Params,
+    choose_tokens,
     compute_logits,
     find_architecture,
     ignored_tensors,
+    start_step,
 )
+from .capture import Shelf
 from .checkpoint import open_checkpoint, stored_dtype
 from .loading import check_params, load_params, make_meta_params
 from .options import Defaults, read_defaults
@@ -70,6 +75,7 @@ class Model:
     plans: tuple[Plan, ...] = ()
     announce_graphs: Callable[[], None] = field(default_factory=_announce_graphs)
     process: int = field(default_factory=os.getpid)  # where it was loaded
+    shelf: Shelf = field(default_factory=Shelf)  # the batch that decoded last, where its steps are captured
 
     def __copy__(self) -> Self:
         """Give the model itself: nothing in it changes."""
@@ -216,7 +222,7 @@ def load(
             search=Search(),
             progress=progress,
         )
-    eager, graphs = _make_steps(architecture, config, resolved_device, plans, decision)
+    eager, graphs = _make_steps(architecture, config, resolved_device, resolved_dtype, plans, decision)
     return Model(
         folder=folder,
         architecture=architecture,
@@ -239,22 +245,33 @@ def _make_steps(
     architecture: Architecture,
     config: FamilyConfig,
     device: torch.device,
+    dtype: torch.dtype,
     plans: tuple[Plan, ...],
     decision: Decision,
 ) -> tuple[Steps, Steps]:
     """Bind config and kernels: the plain functions, and the graphs, of which nothing is compiled yet."""
-    head = partial(compute_logits, eps=config.decoder.eps)
-    bound = partial(choose, device, plans=plans, decision=decision)
-    eager = architecture.make_layers(config, bound(compiled=False))
-    graphs = architecture.make_layers(config, bound(compiled=True))
-    return Steps(eager, head, compiled=False), compile_steps(graphs, head, device=device)
+    eps = config.decoder.eps
+    head = partial(compute_logits, eps=eps)
+
+    def bind(compiled: bool) -> tuple[Layers, dict[str, Any]]:
+        kernels = choose(device, compiled=compiled, plans=plans, decision=decision)
+        kernels = add_decode_kernels(kernels, device, dtype, decision.requested)
+        return architecture.make_layers(config, kernels), {
+            "start": partial(start_step, config=config.decoder, slots=None),
+            "choose": partial(choose_tokens, eps=eps, kernels=kernels) if kernels.choose_tokens else None,
+            "masked": kernels.attend_step is None,
+        }
+
+    eager, plain = bind(False)
+    graphs, options = bind(True)
+    return Steps(eager, head, compiled=False, **plain), compile_steps(graphs, head, device=device, **options)
 
 
 def replan(model: Model, plans: tuple[Plan, ...], /) -> Model:
     """Give the model with other plans and, where they differ, graphs that are yet to be compiled."""
     if plans == model.plans:
         return model
-    eager, graphs = _make_steps(model.architecture, model.config, model.device, plans, model.decision)
+    eager, graphs = _make_steps(model.architecture, model.config, model.device, model.dtype, plans, model.decision)
     return replace(model, plans=plans, eager=eager, graphs=graphs)
 
 

@@ -5,6 +5,7 @@ Letters: B sequences, T tokens, D hidden, V vocabulary, M cache slots, R rotary 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from fmoe.functional.routing import RouterConfig
 from .settings import MOST_LAYERS, Raw, read_bool, read_eps, read_int
 from .weights import Fill, Piece, plain
 
-Layer = Callable[..., Tensor]
+Layer = Callable[..., "Stream"]
 Layers = Mapping[str, Layer]
 
 
@@ -59,6 +60,13 @@ class Params(NamedTuple):
     layers: tuple[LayerParams, ...]
     norm_D: Tensor
     head_VD: Tensor  # the embedding itself where tied
+
+
+class Stream(NamedTuple):
+    """The residual stream between two layers; the sum is left to the norm behind it, which does both in one kernel."""
+
+    total_BTD: Tensor
+    branch_BTD: Tensor  # what the last block adds
 
 
 class State(NamedTuple):
@@ -131,7 +139,7 @@ def state_row(state: State, row: int, /, *, count: int = 1) -> State:
 
 
 def residual_layer(
-    x_BTD: Tensor,
+    stream: Stream,
     params: LayerParams,
     cache: Cache,
     placement: Placement,
@@ -141,19 +149,62 @@ def residual_layer(
     router: RouterConfig,
     eps: float,
     kernels: Kernels,
-) -> Tensor:
-    """``x += mixer(norm(x)); x += mlp(norm(x))``, the MLP dense or a mixture of experts by its parameters.
-
-    Returns:
-        A tensor like x.
-    """
-    mixed_BTD = mixer(rms_norm(x_BTD, params.input_norm_D, eps=eps), params.mixer, cache, placement)
+) -> Stream:
+    """``x += mixer(norm(x)); x += mlp(norm(x))``, the MLP dense or a mixture of experts by its parameters."""
+    normed_BTD, x_BTD = kernels.add_norm(*stream, params.input_norm_D, eps=eps)
+    mixed_BTD = mixer(normed_BTD, params.mixer, cache, placement)
     normed_BTD, x_BTD = kernels.add_norm(x_BTD, mixed_BTD, params.post_norm_D, eps=eps)
     if isinstance(params.mlp, MLPParams):
-        return x_BTD + mlp_layer(normed_BTD, params.mlp, linear=kernels.linear)
+        return Stream(x_BTD, mlp_layer(normed_BTD, params.mlp, linear=kernels.linear))
     normed_TD = normed_BTD.flatten(0, 1)
     decode = x_BTD.shape[1] == 1
-    return x_BTD + moe_layer(normed_TD, params.mlp, router, kernels=kernels, decode=decode).view_as(x_BTD)
+    return Stream(x_BTD, moe_layer(normed_TD, params.mlp, router, kernels=kernels, decode=decode).view_as(x_BTD))
+
+
+def start_step(
+    tokens_BT: Tensor, embed_VD: Tensor, state: State, /, *, config: DecoderConfig, slots: int | None
+) -> tuple[Stream, Placement]:
+    """Look the tokens up and place them behind what the state holds; ``slots`` is that of ``place_tokens``."""
+    x_BTD = F.embedding(tokens_BT, embed_VD)
+    placement = place_tokens(
+        state.lengths_B,
+        state.inv_freq_R,
+        tokens=tokens_BT.shape[1],
+        slots=slots,
+        dtype=torch.float32 if config.rotate_float32 else x_BTD.dtype,
+        window=config.window,
+        scale=config.rope.attention_factor,
+    )
+    return Stream(x_BTD, torch.zeros_like(x_BTD)), placement
+
+
+def run_layers(
+    tokens_BT: Tensor,
+    params: Params,
+    state: State,
+    config: DecoderConfig,
+    layers: Layers,
+    /,
+    *,
+    slots: int | None,
+    start: Callable[..., tuple[Stream, Placement]] | None = None,
+) -> Stream:
+    """Run T more tokens of each sequence through all layers.
+
+    Args:
+        tokens_BT: token ids.
+        params: the model.
+        state: caches are written in place; the lengths stay.
+        config: the frame.
+        layers: one function per layer kind, ``(stream, params, cache, placement) -> stream``.
+        slots: visible cache slots, at least the largest length + T; None where the kernels read no mask.
+        start: ``start_step`` with these config and slots; None is that.
+    """
+    start = start or partial(start_step, config=config, slots=slots)
+    stream, placement = start(tokens_BT, params.embed_VD, state)
+    for kind, layer, cache in zip(config.layer_kinds, params.layers, state.caches, strict=True):
+        stream = layers[kind](stream, layer, cache, placement)
+    return stream
 
 
 def forward(
@@ -164,34 +215,12 @@ def forward(
     layers: Layers,
     /,
     *,
-    slots: int,
+    slots: int | None,
+    start: Callable[..., tuple[Stream, Placement]] | None = None,
 ) -> tuple[Tensor, State]:
-    """Run T more tokens of each sequence through all layers.
-
-    Args:
-        tokens_BT: token ids.
-        params: the model.
-        state: caches are written in place.
-        config: the frame.
-        layers: one function per layer kind, ``(x, params, cache, placement) -> x``.
-        slots: visible cache slots, at least the largest length + T.
-
-    Returns:
-        (hidden [B, T, D] before the final norm, the state T tokens later).
-    """
-    x_BTD = F.embedding(tokens_BT, params.embed_VD)
-    placement = place_tokens(
-        state.lengths_B,
-        state.inv_freq_R,
-        tokens=tokens_BT.shape[1],
-        slots=slots,
-        dtype=torch.float32 if config.rotate_float32 else x_BTD.dtype,
-        window=config.window,
-        scale=config.rope.attention_factor,
-    )
-    for kind, layer, cache in zip(config.layer_kinds, params.layers, state.caches, strict=True):
-        x_BTD = layers[kind](x_BTD, layer, cache, placement)
-    return x_BTD, state._replace(lengths_B=state.lengths_B + tokens_BT.shape[1])
+    """Run T more tokens, as ``run_layers``: hidden [B, T, D] before the final norm, and the state T tokens later."""
+    total_BTD, branch_BTD = run_layers(tokens_BT, params, state, config, layers, slots=slots, start=start)
+    return total_BTD + branch_BTD, state._replace(lengths_B=state.lengths_B + tokens_BT.shape[1])
 
 
 def compute_logits(
@@ -210,3 +239,12 @@ def compute_logits(
         float32 [..., V].
     """
     return linear(rms_norm(x_BD, norm_D, eps=eps), head_VD).float()
+
+
+def choose_tokens(
+    stream: Stream, norm_D: Tensor, head_VD: Tensor, /, *, eps: float, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """Norm, then ``Kernels.choose_tokens``, behind one token of each sequence."""
+    assert kernels.choose_tokens is not None
+    normed_B1D, _ = kernels.add_norm(*stream, norm_D, eps=eps)
+    return kernels.choose_tokens(normed_B1D[:, 0], head_VD)

@@ -30,7 +30,7 @@ class AttentionConfig:
     head_size: int
     eps: float
     gated: bool = False  # sigmoid of a second half of q_proj multiplies the output
-    windowed: bool = False  # sees the sliding window only
+    window: int | None = None  # tokens that one sees, itself included; None is all before it
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -136,23 +136,38 @@ def attention_mixer(
         A tensor like x.
     """
     projected_BTN = kernels.linear(x_BTD, params.w_in_ND, params.bias_N)
+    if kernels.attend_step is not None and x_BTD.shape[1] == 1:
+        options = {"heads": config.heads, "eps": config.eps, "window": config.window}
+        out_BTN = kernels.attend_step(projected_BTN, params.norm_HC, cache, placement, **options)
+    else:
+        out_BTN = _attend_projected(projected_BTN, params.norm_HC, cache, placement, config, kernels)
+    return kernels.linear(out_BTN, params.w_out_DN, params.bias_out_D)
+
+
+def _attend_projected(
+    projected_BTN: Tensor,
+    norm_HC: Tensor | None,
+    cache: KVCache,
+    placement: Placement,
+    config: AttentionConfig,
+    kernels: Kernels,
+) -> Tensor:
+    """What stands between the two projections, [B, T, H * C]."""
     qk_BTN, v_BTN, gate_BTN = projected_BTN.split_with_sizes(config.split_sizes, -1)
-    step = x_BTD.shape[:2]
+    step = projected_BTN.shape[:2]
     qk_BTHC = qk_BTN.view(*step, config.heads + config.kv_heads, config.head_size)
-    if params.norm_HC is not None:
-        qk_BTHC = rms_norm(qk_BTHC, params.norm_HC, eps=config.eps)
+    if norm_HC is not None:
+        qk_BTHC = rms_norm(qk_BTHC, norm_HC, eps=config.eps)
     qk_BTHC = apply_rotary(qk_BTHC, placement.cos_BTR, placement.sin_BTR)
     q_BTHC, k_BTJC = qk_BTHC.split_with_sizes([config.heads, config.kv_heads], 2)
     append_kv_(cache, k_BTJC, v_BTN.view(*step, config.kv_heads, config.head_size), placement.positions_BT)
-    mask_BTM = placement.window_mask_BTM if config.windowed else placement.mask_BTM
+    mask_BTM = placement.mask_BTM if config.window is None else placement.window_mask_BTM
     assert mask_BTM is not None
     visible = mask_BTM.shape[-1]
-    attend = kernels.attend_decode if x_BTD.shape[1] == 1 else kernels.attend_prefill
+    attend = kernels.attend_decode if step[1] == 1 else kernels.attend_prefill
     out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], mask_BTM)
-    out_BTN = out_BTHC.flatten(-2)
-    if config.gated:
-        out_BTN = out_BTN * gate_BTN.sigmoid()
-    return kernels.linear(out_BTN, params.w_out_DN, params.bias_out_D)
+    out_BTN: Tensor = out_BTHC.flatten(-2)
+    return out_BTN * gate_BTN.sigmoid() if config.gated else out_BTN
 
 
 def attention_cache(

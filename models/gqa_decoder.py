@@ -98,7 +98,7 @@ def make_layers(config: Config, kernels: Kernels) -> Layers:
     """Give the function of each layer kind, config and kernels bound: ``(x, params, cache, placement) -> x``."""
     layers = {}
     for kind in sorted(set(config.decoder.layer_kinds)):
-        attention = replace(config.attention, windowed=kind == SLIDING)
+        attention = replace(config.attention, window=config.decoder.window if kind == SLIDING else None)
         mixer = partial(attention_mixer, config=attention, kernels=kernels)
         layers[kind] = partial(
             residual_layer, mixer=mixer, router=config.router, eps=config.decoder.eps, kernels=kernels

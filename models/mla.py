@@ -155,11 +155,12 @@ def latent_mixer(
     key_BTC = rotate(key_BTC[:, :, None], placement.cos_BTR, placement.sin_BTR)[:, :, 0]
     latent_BTR = torch.cat((rms_norm(latent_BTR, params.norm_R, eps=LATENT_EPS), key_BTC), -1)
     append_latent_(cache, latent_BTR, placement.positions_BT)
-    visible_BMR = cache.latent_BMR[:, : placement.mask_BTM.shape[-1]]
+    visible_BMR, limit = cache.latent_BMR, placement.lengths_B
+    if placement.mask_BTM is not None:
+        visible_BMR, limit = visible_BMR[:, : placement.mask_BTM.shape[-1]], placement.mask_BTM
+    assert limit is not None
     attend = attend_absorbed if x_BTD.shape[1] == 1 else attend_expanded
-    out_BTHV = attend(
-        plain_BTHC, rotary_BTHC, visible_BMR, placement.mask_BTM, params.w_kv_HCR, config=config, kernels=kernels
-    )
+    out_BTHV = attend(plain_BTHC, rotary_BTHC, visible_BMR, limit, params.w_kv_HCR, config=config, kernels=kernels)
     return kernels.linear(out_BTHV.flatten(-2), params.w_out_DN)
 
 
@@ -203,7 +204,7 @@ def attend_absorbed(
     plain_BTHC: Tensor,
     rotary_BTHC: Tensor,
     latent_BMR: Tensor,
-    mask_BTM: Tensor,
+    limit: Tensor,
     w_kv_HCR: Tensor,
     /,
     *,
@@ -214,7 +215,8 @@ def attend_absorbed(
 
     ``q (W_k c) = (q W_k) c`` and ``sum_m p_m W_v c_m = W_v sum_m p_m c_m``, so keys and values are never made.
 
-    Arguments are those of ``attend_expanded``; of the kernels, ``attend_decode`` is called.
+    Arguments are those of ``attend_expanded``; of the kernels, ``attend_decode`` is called. Where ``limit`` is not
+    the mask but lengths [B], the latents are the whole cache, and ``attend_lengths`` is called.
 
     Returns:
         [B, T, H, V].
@@ -222,7 +224,9 @@ def attend_absorbed(
     w_k_HCR, w_v_HVR = w_kv_HCR.split([config.plain_size, config.value_size], 1)
     q_BTHR = torch.cat((torch.einsum("bthc,hcr->bthr", plain_BTHC, w_k_HCR), rotary_BTHC), -1)
     k_B1MR = latent_BMR[:, None]
-    out_BTHR = kernels.attend_decode(q_BTHR, k_B1MR, k_B1MR[..., : config.latent_size], mask_BTM, scale=config.scale)
+    attend = kernels.attend_decode if limit.dim() == 3 else kernels.attend_lengths
+    assert attend is not None
+    out_BTHR = attend(q_BTHR, k_B1MR, k_B1MR[..., : config.latent_size], limit, scale=config.scale)
     return torch.einsum("bthr,hvr->bthv", out_BTHR, w_v_HVR)
 
 

@@ -234,7 +234,8 @@ def test_nan_of_an_inactive_row_stops_nobody(demo):
 
 def test_nan_that_the_plain_functions_do_not_give(demo):
     def broken(x, *arguments):
-        return demo.eager.layers["full_attention"](x, *arguments) * torch.nan
+        stream = demo.eager.layers["full_attention"](x, *arguments)
+        return stream._replace(branch_BTD=stream.branch_BTD * torch.nan)
 
     layers = {**demo.eager.layers, "full_attention": broken}
     graphs = replace(demo.eager, layers=layers, compiled=True)

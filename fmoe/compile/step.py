@@ -17,16 +17,52 @@ from torch import Tensor
 SLOTS = 64
 MAX_GRAPHS = 64  # per function; far above what any mix of sizes needs
 
-Layer = Callable[..., Tensor]
+Layer = Callable[..., Any]
+
+
+class Cursor(NamedTuple):
+    """Where decoding stands in each row, at addresses that do not change."""
+
+    tokens_B: Tensor  # int64, the newest, which no layer has seen
+    lengths_B: Tensor  # int64, tokens in the caches
+    counters_B: Tensor  # int64, tokens generated
+
+
+def advance_(tokens_B: Tensor, check_B: Tensor, cursor: Cursor, /) -> Tensor:
+    """Move on by one token, in place.
+
+    Args:
+        tokens_B: the tokens just chosen.
+        check_B: NaN or infinite where a row's logits were.
+        cursor: written.
+
+    Returns:
+        int64, the tokens, or ``-1 - token`` where ``check`` is not finite; one transfer tells the host both.
+    """
+    codes_B = torch.where(check_B.isfinite(), tokens_B, -1 - tokens_B)
+    cursor.tokens_B.copy_(tokens_B)
+    cursor.lengths_B.add_(1)
+    cursor.counters_B.add_(1)
+    return codes_B
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The functions that a step calls: one per layer kind, and the head."""
+    """The functions that a step calls: one per layer kind, and the head.
+
+    start: looks one token of each row up and places it, where no mask is needed; None composes it.
+    choose: the head and the greedy choice in one, ``(stream, norm, head) -> (tokens [B], best logits [B])``; or None.
+    advance: ``advance_``.
+    masked: one token of each row needs a mask over visible slots, whose number grows; else kernels read positions.
+    """
 
     layers: Mapping[str, Layer]
     logits: Callable[..., Tensor]
     compiled: bool
+    start: Callable[..., Any] | None = None
+    choose: Callable[..., tuple[Tensor, Tensor]] | None = None
+    advance: Callable[..., Tensor] = advance_
+    masked: bool = True
 
 
 def cache_slots(tokens: int) -> int:
@@ -45,39 +81,52 @@ def compile_steps(
     *,
     device: torch.device,
     backend: str = "inductor",
+    start: Callable[..., Any] | None = None,
+    choose: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    masked: bool = True,
 ) -> Steps:
     """Compile each function when it is first called; nothing of the compiler is loaded before.
 
     Args:
-        layers: one function per layer kind, ``(x [B, T, D], params, ...)``.
+        layers: one function per layer kind, ``(x [B, T, D] or a tuple of such, params, ...)``.
         logits: the head, ``(x [rows, D], ...)``.
         device: where they will run.
         backend: of torch.compile.
+        start: as in Steps, ``(tokens [B, 1], ...)``.
+        choose: as in Steps; it consists of kernels, so it is not compiled.
+        masked: as in Steps.
     """
 
     def compiled(name: str, function: Layer) -> Layer:
         return _compile_lazily(name, function, device, backend)
 
-    return Steps({kind: compiled(kind, layer) for kind, layer in layers.items()}, compiled("logits", logits), True)
+    return Steps(
+        {kind: compiled(kind, layer) for kind, layer in layers.items()},
+        compiled("logits", logits),
+        compiled=True,
+        start=None if start is None else compiled("start", start),
+        choose=choose,
+        advance=advance_ if masked else _compile_advance(backend),
+        masked=masked,
+    )
 
 
 class _Graphs(NamedTuple):
     """The graphs of one function for one use, and the variants that were traced."""
 
-    get: Callable[[], Callable[..., Tensor]]
+    get: Callable[[], Callable[..., Any]]
     traced: set[tuple[int, ...]]
 
 
-def _compile_lazily(
-    name: str, function: Callable[..., Tensor], device: torch.device, backend: str
-) -> Callable[..., Tensor]:
+def _compile_lazily(name: str, function: Callable[..., Any], device: torch.device, backend: str) -> Callable[..., Any]:
     # On a CPU the small kernels of a decode step cost less than the Python that calls them: C++ calls them there.
     fast = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}
     decode, prefill = _make_graphs(name, function, backend, fast), _make_graphs(name, function, backend, {})
 
-    def call(x: Tensor, params: Any, *arguments: Any) -> Tensor:
-        get, traced = decode if x.dim() == 2 or x.shape[1] == 1 else prefill
-        variant = (id(params), *(size == 1 for size in x.shape[:-1]))
+    def call(x: Any, params: Any, *arguments: Any) -> Any:
+        first = x if isinstance(x, Tensor) else x[0]
+        get, traced = decode if first.dim() == 2 or first.shape[1] == 1 else prefill
+        variant = (id(params), *(size == 1 for size in first.shape[:-1]))
         if variant in traced:
             return get()(x, params, *arguments)
         # Marks and the limit matter while tracing alone; this may trace. Each dense or sparse layer, dtype and
@@ -91,8 +140,16 @@ def _compile_lazily(
     return call
 
 
-def _make_graphs(name: str, function: Callable[..., Tensor], backend: str, options: dict[str, Any]) -> _Graphs:
-    def graph(*arguments: Any) -> Tensor:
+def _compile_advance(backend: str) -> Callable[..., Tensor]:
+    # the batch is all that it has of sizes
+    graphs = _make_graphs("advance", advance_, backend, {}, dynamic=True)
+    return lambda *arguments: graphs.get()(*arguments)
+
+
+def _make_graphs(
+    name: str, function: Callable[..., Any], backend: str, options: dict[str, Any], *, dynamic: bool = False
+) -> _Graphs:
+    def graph(*arguments: Any) -> Any:
         return function(*arguments)
 
     # Graphs are kept with the code object. A code of its own for each function of each model keeps their graphs
@@ -100,8 +157,8 @@ def _make_graphs(name: str, function: Callable[..., Tensor], backend: str, optio
     graph.__code__ = graph.__code__.replace(co_name=name)
 
     @functools.cache
-    def compiled() -> Callable[..., Tensor]:
-        return torch.compile(graph, fullgraph=True, dynamic=False, backend=backend, options=options or None)
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(graph, fullgraph=True, dynamic=dynamic, backend=backend, options=options or None)
 
     return _Graphs(compiled, set())
 
@@ -118,12 +175,14 @@ _SYMBOLIC = {
     "cos_BTR": (0, 1),
     "sin_BTR": (0, 1),
     "mask_BTM": (0, 1, 2),
+    "lengths_B": (0,),
 }
 
 
-def _mark_sizes(x: Tensor, arguments: tuple[Any, ...]) -> None:
-    for dim in range(x.dim() - 1):
-        _mark(x, dim)
+def _mark_sizes(x: Any, arguments: tuple[Any, ...]) -> None:
+    for part in (x,) if isinstance(x, Tensor) else x:
+        for dim in range(part.dim() - 1):
+            _mark(part, dim)
     for argument in arguments:
         for name in getattr(argument, "_fields", ()):
             for dim in _SYMBOLIC.get(name, ()):

@@ -19,8 +19,9 @@ class Placement(NamedTuple):
     positions_BT: Tensor  # int64
     cos_BTR: Tensor
     sin_BTR: Tensor
-    mask_BTM: Tensor  # bool, True where the token may look; its width is the number of visible slots
+    mask_BTM: Tensor | None  # bool, True where the token may look; its width is the number of visible slots
     window_mask_BTM: Tensor | None = None  # the same within the sliding window, where the model has one
+    lengths_B: Tensor | None = None  # int64, slots that the last token may look at; where there is no mask
 
 
 def place_tokens(
@@ -29,7 +30,7 @@ def place_tokens(
     /,
     *,
     tokens: int,
-    slots: int,
+    slots: int | None,
     dtype: torch.dtype,
     window: int | None = None,
     scale: float = 1.0,
@@ -42,7 +43,7 @@ def place_tokens(
         lengths_B: int64, tokens already in the cache.
         inv_freq_R: float32 rotary frequencies.
         tokens: T.
-        slots: M, at least the largest length + T.
+        slots: M, at least the largest length + T; None makes no mask, for kernels that read positions or lengths.
         dtype: dtype of cos and sin.
         window: W tokens including the token itself, or None.
         scale: YaRN's attention factor.
@@ -51,12 +52,14 @@ def place_tokens(
         Placement.
     """
     positions_BT = lengths_B[:, None] + torch.arange(tokens, device=lengths_B.device)
+    cos_BTR, sin_BTR = rotary_tables(positions_BT, inv_freq_R, dtype=dtype, scale=scale)
+    if slots is None:
+        return Placement(positions_BT, cos_BTR, sin_BTR, None, lengths_B=lengths_B + tokens)
     slots_M = torch.arange(slots, device=lengths_B.device)
     mask_BTM = slots_M <= positions_BT[..., None]
     window_mask_BTM = None
     if window is not None:
         window_mask_BTM = mask_BTM & (slots_M > positions_BT[..., None] - window)
-    cos_BTR, sin_BTR = rotary_tables(positions_BT, inv_freq_R, dtype=dtype, scale=scale)
     return Placement(positions_BT, cos_BTR, sin_BTR, mask_BTM, window_mask_BTM)
 
 

@@ -19,6 +19,13 @@ class Kernels:
 
     compute_moe: router, routing and experts in one, ``(x [T, D], MoEParams, RouterConfig) -> [T, D]``, without a
         separate shared expert; None composes ``route`` and ``compute_experts``.
+    attend_step: what stands between the projections of grouped-query attention for one token of each sequence,
+        ``(projected [B, 1, N], norm, KVCache, Placement, *, heads, eps, window) -> [B, 1, H * C]``, over the whole
+        cache; it reads positions and no mask. None composes norm, rotation, ``append_kv_`` and ``attend_decode``.
+    attend_lengths: ``attend_decode`` with lengths [B] in place of a mask, over the whole cache; latent attention of
+        one token takes it where the placement has lengths.
+    choose_tokens: each row's most probable token from the normed hidden states, ``(x [B, D], head [V, D]) -> (tokens
+        [B], best logits [B])``, the latter NaN or infinite where the row's logits are; None takes the logits.
     """
 
     route: Callable[..., Routing] = route_fused
@@ -30,4 +37,7 @@ class Kernels:
     delta_decode: Callable[..., Tensor] = delta_mix
     compute_moe: Callable[..., Tensor] | None = None
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
+    attend_step: Callable[..., Tensor] | None = None
+    attend_lengths: Callable[..., Tensor] | None = None
+    choose_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
     linear: Callable[..., Tensor] = linear_reference  # (x [..., D], w [N, D] or Fp8, bias [N] or None) -> [..., N]

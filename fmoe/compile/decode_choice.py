@@ -1,0 +1,60 @@
+"""Which kernels run one token of each sequence: attention, DeltaNet, residual with norm, and the choice of a token."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fmoe.functional.kernels import Kernels
+from fmoe.functional.norm import add_rms_norm
+from fmoe.functional.sampling import sample_greedy
+
+from .attend_ops import attend_lengths_op, attend_step_op_
+from .delta_ops import add_rms_norm_op, delta_decode_op
+from .head_ops import choose_tokens_op
+from .probing import probe_triton
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_CHANNELS = 16384  # of a row that one program normalises
+MOST_ROWS = 16  # that one launch of the head takes
+
+
+def add_decode_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtype, requested: str, /) -> Kernels:
+    """Put Triton's kernels for T = 1 in the place of the references, wherever they run.
+
+    Args:
+        kernels: the rest of the choice, which stays.
+        device: where the parameters are.
+        dtype: of the model.
+        requested: kernels asked for by name, or ``auto``; on a CPU, where Triton interprets, only ``triton`` does.
+
+    Returns:
+        Kernels.
+    """
+    unwanted = requested == "reference" or (device.type == "cpu" and requested != "triton")
+    if unwanted or dtype not in DTYPES or not probe_triton(device).can_run:
+        return kernels
+    return replace(
+        kernels,
+        attend_step=attend_step_op_,
+        attend_lengths=attend_lengths_op,
+        delta_decode=delta_decode_op,
+        add_norm=add_norm_single,
+        choose_tokens=choose_tokens_any,
+    )
+
+
+def add_norm_single(x_BTD: Tensor, branch_BTD: Tensor, weight_D: Tensor, /, *, eps: float) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm``, in one launch for T = 1; several tokens keep the reference, which the compiler fuses."""
+    if x_BTD.shape[1] == 1 and x_BTD.shape[-1] <= MOST_CHANNELS:
+        return add_rms_norm_op(x_BTD, branch_BTD, weight_D, eps=eps)
+    return add_rms_norm(x_BTD, branch_BTD, weight_D, eps=eps)
+
+
+def choose_tokens_any(x_BD: Tensor, head_VD: Tensor, /) -> tuple[Tensor, Tensor]:
+    """``choose_tokens_op``, and for more rows than it takes the same from logits."""
+    if x_BD.shape[0] <= MOST_ROWS:
+        return choose_tokens_op(x_BD, head_VD)
+    logits_BV = F.linear(x_BD, head_VD).float()
+    return sample_greedy(logits_BV), logits_BV.amax(-1)
