@@ -269,6 +269,7 @@ def test_the_names_that_a_quantised_checkpoint_would_hold() -> None:
     assert all(f"model.layers.3.{name}_scale_inv" in names for name in held)
     assert not any(f"model.layers.3.{name}.weight_scale_inv" in names for name in absent)
     assert "model.layers.4.mlp.down_proj.weight_scale_inv" in names
+    assert "model.layers.3.self_attn.qk_proj.weight_scale_inv" in names  # k_proj is no name's end here
     assert "lm_head.weight_scale_inv" not in names
     assert "model.layers.3.self_attn.q_proj.weight" not in names
     assert "model.layers.3.mlp.experts.gate_up_proj" in names
