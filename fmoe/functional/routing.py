@@ -14,7 +14,8 @@ Scoring = Literal["softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid"]
 GroupScore = Literal["max", "top2"]
 
 
-SORTED_EXPERTS = 64  # up to this many, a stable sort of a row is faster than an integer top-k
+SORTED_VALUES = 4096  # up to this many in all rows, a stable sort is faster than an integer top-k (one core)
+RANKED_VALUES = 32  # up to this many in a single row, a compiler ranks them faster than it calls a top-k
 
 
 class Routing(NamedTuple):
@@ -95,9 +96,8 @@ def select_largest(values_TE: Tensor, k: int, /) -> Tensor:
     """Find the k largest entries of each row; equal values go to the lowest index.
 
     Few values are sorted stably, or ranked by comparing all pairs where a compiler fuses them. Many are mapped to
-    integers of the same order with the index below them, so that one integer top-k decides ties: five times faster
-    than the sort at E = 512, five times slower at E = 16. NaN counts
-    as larger than every number, hence a row of NaN gives 0..k-1, and no row affects another.
+    integers of the same order with the index below them, so that one integer top-k decides ties. NaN counts as larger
+    than every number, hence a row of NaN gives 0..k-1, and no row affects another.
 
     Args:
         values_TE: compared in float32; -0 and +0 are equal.
@@ -112,15 +112,16 @@ def select_largest(values_TE: Tensor, k: int, /) -> Tensor:
 def _take_largest(values_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Give the k largest values of each row and their indices."""
     count = values_TE.shape[-1]
-    if count > SORTED_EXPERTS:
-        descending_E = torch.arange(count - 1, -1, -1, device=values_TE.device)
-        keys_TK: Tensor = torch.topk((_order_bits(values_TE).long() << 32) | descending_E, k).values
-        indices_TK = count - 1 - (keys_TK & 0xFFFFFFFF)
-        return values_TE.gather(-1, indices_TK), indices_TK
     if torch.compiler.is_compiling():
-        return _take_by_rank(values_TE, k)  # comparisons fuse with what surrounds them; a sort is a call of its own
-    sorted_TE, order_TE = values_TE.sort(dim=-1, descending=True, stable=True)
-    return sorted_TE[..., :k], order_TE[..., :k]
+        if count <= RANKED_VALUES and values_TE.shape[0] == 1:
+            return _take_by_rank(values_TE, k)
+    elif values_TE.numel() <= SORTED_VALUES:
+        sorted_TE, order_TE = values_TE.sort(dim=-1, descending=True, stable=True)
+        return sorted_TE[..., :k], order_TE[..., :k]
+    descending_E = torch.arange(count - 1, -1, -1, device=values_TE.device)
+    keys_TK: Tensor = torch.topk((_order_bits(values_TE).long() << 32) | descending_E, k).values
+    indices_TK = count - 1 - (keys_TK & 0xFFFFFFFF)
+    return values_TE.gather(-1, indices_TK), indices_TK
 
 
 def _take_by_rank(values_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
