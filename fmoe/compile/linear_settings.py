@@ -11,7 +11,7 @@ import torch
 from .settings import Target
 
 MAX_TOKENS = 16  # rows of x that one program multiplies with its rows of the weights
-BLOCK = 2048  # weights that a program of four warps loads at once
+BLOCK = 2048  # weights that a program of four warps loads at once, of FP8 twice as many
 PROGRAMS = 512  # enough to keep all processors of a large GPU reading
 FEW_OUTPUTS = 1024  # so few outputs are launched as one program each
 
@@ -82,7 +82,7 @@ def default_linear_settings(
         tokens: T.
         outputs: N.
         hidden: D.
-        dtype: of the weights.
+        dtype: of the weights; float8_e4m3fn are those in FP8 blocks.
         target: what the kernel is compiled for; AMD's shared memory holds less.
 
     Returns:
@@ -91,10 +91,10 @@ def default_linear_settings(
     wide = dtype.itemsize > 2
     if tokens <= 1 or tokens * outputs <= FEW_OUTPUTS:
         rows = next((rows for rows in (8, 4, 2) if tokens * outputs >= rows * PROGRAMS), 1)
-        depth = min(BLOCK // rows, _round_up(hidden))
+        depth = min((2 * BLOCK if dtype.itemsize == 1 else BLOCK) // rows, _round_up(hidden))
         return LinearSettings(rows, depth, 4, 4 if target == "cuda" else 2, 1, dot=False, pdl=False)
     rows = next((rows for rows in (64, 32) if outputs >= rows * PROGRAMS // 2), 16)
-    depth = (64 if wide else 128) * (2 if rows == 16 and target == "cuda" else 1)
+    depth = (64 if wide else 128) * (2 if rows == 16 and target == "cuda" and dtype.itemsize > 1 else 1)
     programs = -(-outputs // rows)
     splits = 1
     while programs * splits < PROGRAMS // 8 and hidden >= 2 * splits * 512:

@@ -23,7 +23,7 @@ from fmoe.functional.experts import (
     compute_experts_per_slot,
 )
 from fmoe.functional.moe import MoEParams, route_and_compute
-from fmoe.functional.quant import Fp8, Weight, read_weight, weight_dtype, weight_shape
+from fmoe.functional.quant import Fp8, Weight, weight_dtype, weight_shape
 from fmoe.functional.routing import GroupScore, RouterConfig, Routing, Scoring
 
 from .plan import (
@@ -44,12 +44,12 @@ if find_spec("triton"):
 
 LIBRARY = torch.library.Library("fmoe", "DEF")
 LIBRARY.define(
-    "experts(Tensor x, Tensor weights, Tensor experts, Tensor w_gate_up, Tensor w_down, int[] plan, int slots) "
-    "-> Tensor"
+    "experts(Tensor x, Tensor weights, Tensor experts, Tensor w_gate_up, Tensor w_down, int[] plan, int slots, "
+    "Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor"
 )
 LIBRARY.define(
     "moe(Tensor x, Tensor w_router, Tensor? bias, Tensor w_gate_up, Tensor w_down, int[] rule, float[] scales, "
-    "int[] plan) -> Tensor"
+    "int[] plan, Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor"
 )
 LIBRARY.define("delta_chunked(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state) -> (Tensor, Tensor)")
 
@@ -87,6 +87,16 @@ def find_plan(plans: Plans, weights: Weight, /) -> tuple[int, ...]:
     return ()
 
 
+def join_scale(w: Tensor, scale: Tensor | None, /) -> Weight:
+    """Give the weight that an op got as a tensor with its factors, or without."""
+    return w if scale is None else Fp8(w, scale)
+
+
+def split_scale(w: Weight, /) -> tuple[Tensor, Tensor | None]:
+    """Give what an op takes of the weight of a stack: its tensor, and its factors where it is in FP8 blocks."""
+    return (w.w, w.scale) if isinstance(w, Fp8) else (w, None)
+
+
 def compute_experts_planned(
     x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /, *, plans: Plans = ()
 ) -> Tensor:
@@ -112,19 +122,36 @@ def _run_function(
 
 
 def _experts(
-    x: Tensor, weights: Tensor, experts: Tensor, w_gate_up: Tensor, w_down: Tensor, plan: list[int], slots: int
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    plan: list[int],
+    slots: int,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     routing = Routing(weights, experts)
+    gate_up, down = join_scale(w_gate_up, gate_up_scale), join_scale(w_down, down_scale)
     if plan:
         name, values = select_implementation(plan, x.shape[0])
         if name in ("triton", "apart", "beside"):
             settings = settings_from_ints(values)
-            return compute_experts_kernels(x, routing, w_gate_up, w_down, settings, slots=slots)
-    return _run_function(x, routing, w_gate_up, w_down, plan)
+            return compute_experts_kernels(x, routing, gate_up, down, settings, slots=slots)
+    return _run_function(x, routing, gate_up, down, plan)
 
 
 def _experts_fake(
-    x: Tensor, weights: Tensor, experts: Tensor, w_gate_up: Tensor, w_down: Tensor, plan: list[int], slots: int
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    plan: list[int],
+    slots: int,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -153,9 +180,8 @@ def compute_experts_op(
         A tensor like x; the formula of ``compute_experts_grouped``.
     """
     plan = list(find_plan(plans, w_down_EDF))
-    # The op reads tensors: stacks in FP8 blocks are dequantised whole.
-    w_gate_up_EPD, w_down_EDF = read_weight(w_gate_up_EPD, x_TD.dtype, parts=2), read_weight(w_down_EDF, x_TD.dtype)
-    y_TD: Tensor = torch.ops.fmoe.experts(x_TD, *routing, w_gate_up_EPD, w_down_EDF, plan, slots)
+    (w_gate_up, gate_up_scale), (w_down, down_scale) = split_scale(w_gate_up_EPD), split_scale(w_down_EDF)
+    y_TD: Tensor = torch.ops.fmoe.experts(x_TD, *routing, w_gate_up, w_down, plan, slots, gate_up_scale, down_scale)
     return y_TD
 
 
@@ -226,21 +252,24 @@ def _moe(
     rule: list[int],
     scales: list[float],
     plan: list[int],
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     config = rule_from_numbers(tuple(rule), tuple(scales))
+    gate_up, down = join_scale(w_gate_up, gate_up_scale), join_scale(w_down, down_scale)
     if plan:
         name, values = select_implementation(plan, x.shape[0])
     else:
         sizes = moe_sizes(w_router, w_down, config)
-        name, values = _rule_of_moe(sizes, str(x.dtype).removeprefix("torch."), x.shape[0])
+        name, values = _rule_of_moe(sizes, str(w_down.dtype).removeprefix("torch."), x.shape[0])
     if name in ("triton", "apart", "beside"):
         x, w_router = x.contiguous(), w_router.contiguous()  # no copy on a GPU; a CPU keeps routers by columns
     if name == "triton":
-        return run_moe_layer(x, w_router, bias, w_gate_up, w_down, config, settings_from_ints(values))
+        return run_moe_layer(x, w_router, bias, gate_up, down, config, settings_from_ints(values))
     if name in ("apart", "beside"):
         settings = settings_from_ints(values)
-        return run_moe_layer_apart(x, w_router, bias, w_gate_up, w_down, config, settings, beside=name == "beside")
-    params = MoEParams(w_router, w_gate_up, w_down, bias, None)
+        return run_moe_layer_apart(x, w_router, bias, gate_up, down, config, settings, beside=name == "beside")
+    params = MoEParams(w_router, gate_up, down, bias, None)
     return route_and_compute(x, params, config, compute_experts=partial(_run_function, plan=plan))
 
 
@@ -253,6 +282,8 @@ def _moe_fake(
     rule: list[int],
     scales: list[float],
     plan: list[int],
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -280,13 +311,12 @@ def compute_moe_op(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, 
     Returns:
         A tensor like x.
     """
-    if isinstance(params.w_gate_up_EPD, Fp8) or isinstance(params.w_down_EDF, Fp8):
-        return route_and_compute(x_TD, params, config, compute_experts=partial(compute_experts_op, plans=plans))
     rule, scales = rule_to_numbers(config)
-    plan = find_plan(plans, params.w_down_EDF)
-    y_TD: Tensor = torch.ops.fmoe.moe(
-        x_TD, params.w_router_ED, params.bias_E, params.w_gate_up_EPD, params.w_down_EDF, rule, scales, list(plan)
-    )
+    plan = list(find_plan(plans, params.w_down_EDF))
+    w_gate_up, gate_up_scale = split_scale(params.w_gate_up_EPD)
+    w_down, down_scale = split_scale(params.w_down_EDF)
+    weights = (params.w_router_ED, params.bias_E, w_gate_up, w_down)
+    y_TD: Tensor = torch.ops.fmoe.moe(x_TD, *weights, rule, scales, plan, gate_up_scale, down_scale)
     return y_TD
 
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from .settings import PATHS, default_settings, find_target, settings_to_ints
+from .linear_settings import MAX_TOKENS, default_linear_settings, linear_to_ints
+from .settings import PATHS, Target, default_settings, find_target, settings_to_ints
 
 # How an operator runs. Of "moe": per_slot, loop, dense and grouped are the functions of functional/experts.py;
 # triton is the kernels; apart and beside are the kernels with the shared experts as a dense MLP, after the routed ones
@@ -28,7 +29,8 @@ Operator = Literal["moe", "linear"]
 
 # Token counts that are measured. Any other one takes the nearest, by ratio.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-LINEAR_BUCKETS = (1, 2, 4, 8)  # rows above are the library's
+LINEAR_BUCKETS = (1, 2, 4, 8)  # rows above are the library's; in FP8 blocks, which it does not read, those above 16
+FP8 = "float8_e4m3fn"
 NEAR = 4.0  # an entry stands in for token counts up to this ratio away
 
 # The kernels' first two paths have one program row for each (token, expert) pair, and a grid has no more rows.
@@ -45,6 +47,7 @@ class Key:
     """An operator and all that its speed depends on besides the device.
 
     sizes: of "moe" E, K, S, gate rows, D, F; of "linear" output rows, D.
+    dtype: of the weights; float8_e4m3fn are those in FP8 blocks, whatever x has.
     """
 
     operator: Operator
@@ -154,7 +157,7 @@ def make_plan(
         for bucket, bound in zip(buckets, bucket_bounds(buckets), strict=True)
     ]
     if key.operator == "linear":
-        end = max(LINEAR_BUCKETS)
+        end = MAX_TOKENS if key.dtype == FP8 else max(LINEAR_BUCKETS)
         rows = [*(row if row.bound >= 0 else _bounded(row, end) for row in rows), Row(-1, "library", (), "rule")]
     return Plan(key, tuple(rows))
 
@@ -212,7 +215,7 @@ def default_choice(
 ) -> tuple[Implementation, tuple[int, ...]]:
     """Choose by rule, for what was never measured."""
     if key.operator == "linear":
-        return ("library" if "library" in allowed else allowed[0]), ()
+        return _default_linear(key, device, tokens, allowed)
     experts, top_k, slots, _, hidden, width = key.sizes
     if "aiter" in allowed:
         return "aiter", ()
@@ -223,6 +226,18 @@ def default_choice(
         return "triton", tuple(settings_to_ints(settings))
     wanted = default_function(tokens, top_k + slots, experts + slots)
     return (wanted if wanted in allowed else allowed[-1]), ()
+
+
+def _default_linear(
+    key: Key, device: Device, tokens: int, allowed: Sequence[Implementation]
+) -> tuple[Implementation, tuple[int, ...]]:
+    """Leave to the library what it reads, all but FP8 blocks."""
+    if "triton" in allowed and key.dtype == FP8:
+        dtype: torch.dtype = getattr(torch, key.dtype)
+        target: Target = "hip" if device.kind == "hip" else "cuda"
+        outputs, hidden = key.sizes
+        return "triton", tuple(linear_to_ints(default_linear_settings(tokens, outputs, hidden, dtype, target)))
+    return ("library" if "library" in allowed else allowed[0]), ()
 
 
 # Up to this many tokens, one row after the other is fastest (float32, one core, 17 experts of 64 x 256, weights not in

@@ -4,7 +4,7 @@ Letters: T tokens, E routed experts, S shared slots, K routed experts per token,
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 import torch
@@ -129,12 +129,15 @@ def default_settings(
         slots: S.
         hidden: D.
         width: F.
-        dtype: of the weights.
+        dtype: of the weights; float8_e4m3fn are those in FP8 blocks.
         target: what the kernels are compiled for; AMD's shared memory holds less.
 
     Returns:
         Settings.
     """
+    if dtype.itemsize == 1:
+        like = default_settings(tokens, experts, top_k, slots, hidden, width, torch.bfloat16, target=target)
+        return _narrow(like, hidden, width, target)
     pairs_per_expert = tokens * top_k / experts
     wide = dtype.itemsize > 2
     if tokens == 1:
@@ -192,6 +195,20 @@ def _sorted(pairs_per_expert: float, *, wide: bool, target: Target) -> Settings:
     rows, depth = 64, 32 if wide else 64
     tile = Tile(block, rows, depth, 8 if block == 128 and not wide else 4, 1 if target == "hip" else 3)
     return Settings(path="sorted", router=router, gate_up=tile, down=tile)
+
+
+def _narrow(settings: Settings, hidden: int, width: int, target: Target) -> Settings:
+    """Change the experts' blocks to those for weights of one byte: deeper vectors; tiles within a block of factors."""
+    stages = 2 if target == "hip" else 4
+    gate_up, down = (Tile(1, 8, next((k for k in (512, 256) if n % k == 0), 128), 4, stages) for n in (hidden, width))
+    if settings.path == "slots":
+        return replace(settings, gate_up=gate_up, down=down)
+    depth = 128 if settings.path == "grouped" else 64
+    block = settings.gate_up.tokens
+    tile = Tile(block, 64, depth, 8 if block == 128 else 4, 1 if target == "hip" else 3)
+    if settings.token_down:
+        return replace(settings, gate_up=tile, down=down)
+    return replace(settings, gate_up=tile, down=tile, descriptors=False, programs=0)
 
 
 def _router(tokens: int, *, wide: bool, target: Target) -> Tile:

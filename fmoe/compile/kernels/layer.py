@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmoe.functional.quant import Fp8, Weight, weight_shape
 from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import Settings
+from .fp8 import check_blocks, check_fp8, read_fp8, take_outer
 from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
 from .moe_prefill import compute_experts_sorted
 from .route import route_tokens, tabulate
@@ -19,26 +21,43 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_GRID = 65535  # programs along the second axis of a grid
 
 
-def check_stacks(x_TD: Tensor, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, /) -> None:
+def check_stacks(x_TD: Tensor, w_gate_up_EPD: Weight, w_down_EDF: Weight, /) -> None:
     """Refuse what the kernels would read wrongly.
 
     Raises:
         ValueError: shapes that do not fit, mixed dtypes, or a tensor that is not contiguous.
-        NotImplementedError: a dtype without kernels.
+        NotImplementedError: a dtype without kernels, or FP8 on a device without it.
     """
-    experts, hidden, width = w_down_EDF.shape
-    if w_gate_up_EPD.shape != (experts, 2 * width, hidden) or x_TD.shape[1:] != (hidden,):
+    gate_up, down = weight_shape(w_gate_up_EPD), weight_shape(w_down_EDF)
+    experts, hidden, width = down
+    if gate_up != (experts, 2 * width, hidden) or x_TD.shape[1:] != (hidden,):
         raise ValueError(
-            f"x {tuple(x_TD.shape)}, w_gate_up {tuple(w_gate_up_EPD.shape)} and w_down {tuple(w_down_EDF.shape)} must "
-            "be [T, D], [E, 2F, D] and [E, D, F]"
+            f"x {tuple(x_TD.shape)}, w_gate_up {gate_up} and w_down {down} must be [T, D], [E, 2F, D] and [E, D, F]"
         )
-    tensors = (x_TD, w_gate_up_EPD, w_down_EDF)
     if x_TD.dtype not in DTYPES:
         raise NotImplementedError(f"no MoE kernel reads {x_TD.dtype}; use bfloat16, float16 or float32")
+    tensors = [x_TD, *(w for w in (w_gate_up_EPD, w_down_EDF) if not isinstance(w, Fp8))]
     if any(tensor.dtype != x_TD.dtype for tensor in tensors):
         raise ValueError(f"x and the experts must have one dtype, got {[str(tensor.dtype) for tensor in tensors]}")
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("x and the experts must be contiguous; call .contiguous() once after loading")
+    for name, w, parts in (("w_gate_up", w_gate_up_EPD, 2), ("w_down", w_down_EDF, 1)):
+        if isinstance(w, Fp8):
+            check_fp8(w, parts=parts, name=name)
+
+
+def check_tiles(w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /) -> None:
+    """Refuse blocks of which one would need several factors of FP8 weights at once; products of vectors take any depth.
+
+    Raises:
+        ValueError: a block is larger than a block of factors.
+    """
+    vectors = settings.path == "slots"
+    for name, w, tile, any_depth in (
+        ("gate_up", w_gate_up_EPD, settings.gate_up, vectors),
+        ("down", w_down_EDF, settings.down, vectors or (settings.path == "grouped" and settings.token_down)),
+    ):
+        check_blocks(w, tile.rows, 0 if any_depth else tile.depth, name=name)
 
 
 def check_router(x_TD: Tensor, w_router_RD: Tensor, bias_E: Tensor | None, config: RouterConfig, slots: int) -> None:
@@ -64,7 +83,7 @@ def check_router(x_TD: Tensor, w_router_RD: Tensor, bias_E: Tensor | None, confi
 
 
 def compute_experts_kernels(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, settings: Settings, /, *, slots: int = 0
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /, *, slots: int = 0
 ) -> Tensor:
     """Run the experts of a routing that is already there; the formula of ``compute_experts_grouped``.
 
@@ -80,6 +99,7 @@ def compute_experts_kernels(
         A tensor like x.
     """
     check_stacks(x_TD, w_gate_up_EPD, w_down_EDF)
+    check_tiles(w_gate_up_EPD, w_down_EDF, settings)
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
     if settings.path == "sorted":
@@ -87,7 +107,7 @@ def compute_experts_kernels(
     check_grid(routing.experts_TK.numel())
     if settings.path == "slots":
         return compute_experts_slots(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
-    table = tabulate(routing.experts_TK, settings, num_experts=w_down_EDF.shape[0] - slots, slots=slots)
+    table = tabulate(routing.experts_TK, settings, num_experts=weight_shape(w_down_EDF)[0] - slots, slots=slots)
     return compute_experts_tabled(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
 
 
@@ -101,8 +121,8 @@ def run_moe_layer(
     x_TD: Tensor,
     w_router_RD: Tensor,
     bias_E: Tensor | None,
-    w_gate_up_EPD: Tensor,
-    w_down_EDF: Tensor,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
     config: RouterConfig,
     settings: Settings,
     /,
@@ -121,8 +141,9 @@ def run_moe_layer(
     Returns:
         A tensor like x.
     """
-    slots = w_down_EDF.shape[0] - config.num_experts
     check_stacks(x_TD, w_gate_up_EPD, w_down_EDF)
+    check_tiles(w_gate_up_EPD, w_down_EDF, settings)
+    slots = weight_shape(w_down_EDF)[0] - config.num_experts
     check_router(x_TD, w_router_RD, bias_E, config, slots)
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
@@ -143,8 +164,8 @@ def run_moe_layer_apart(
     x_TD: Tensor,
     w_router_RD: Tensor,
     bias_E: Tensor | None,
-    w_gate_up_EPD: Tensor,
-    w_down_EDF: Tensor,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
     config: RouterConfig,
     settings: Settings,
     /,
@@ -163,27 +184,29 @@ def run_moe_layer_apart(
     """
     check_stacks(x_TD, w_gate_up_EPD, w_down_EDF)
     experts = config.num_experts
-    if w_down_EDF.shape[0] == experts:
+    if weight_shape(w_down_EDF)[0] == experts:
         raise ValueError(f"the stacks hold {experts} experts and no shared slot; use run_moe_layer")
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
-    routed = (x_TD, w_router_RD[:experts], bias_E, w_gate_up_EPD[:experts], w_down_EDF[:experts], config, settings)
-    shared = (x_TD, w_router_RD[experts:], w_gate_up_EPD[experts:], w_down_EDF[experts:])
+    gate_up, down = (take_outer(w, slice(experts)) for w in (w_gate_up_EPD, w_down_EDF))
+    slots = [take_outer(w, slice(experts, None)) for w in (w_gate_up_EPD, w_down_EDF)]
     if not beside:
-        return run_moe_layer(*routed) + _run_shared_slots(*shared)
+        routed_TD = run_moe_layer(x_TD, w_router_RD[:experts], bias_E, gate_up, down, config, settings)
+        return routed_TD + _run_shared_slots(x_TD, w_router_RD[experts:], *slots)
     main, side = torch.cuda.current_stream(x_TD.device), torch.cuda.Stream(x_TD.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        shared_TD = _run_shared_slots(*shared)
-    routed_TD = run_moe_layer(*routed)
+        shared_TD = _run_shared_slots(x_TD, w_router_RD[experts:], *slots)
+    routed_TD = run_moe_layer(x_TD, w_router_RD[:experts], bias_E, gate_up, down, config, settings)
     main.wait_stream(side)
     # Whatever reuses the memory of shared_TD on the side stream waits for the main stream first.
     shared_TD.record_stream(main)
     return routed_TD + shared_TD
 
 
-def _run_shared_slots(x_TD: Tensor, w_gate_GD: Tensor, w_gate_up_SPD: Tensor, w_down_SDF: Tensor) -> Tensor:
+def _run_shared_slots(x_TD: Tensor, w_gate_GD: Tensor, w_gate_up: Weight, w_down: Weight) -> Tensor:
     """Every row through every slot by torch's products, weighted by the sigmoid of its gate where there is one."""
+    w_gate_up_SPD, w_down_SDF = read_fp8(w_gate_up, x_TD.dtype, parts=2), read_fp8(w_down, x_TD.dtype)
     slots, _, width = w_down_SDF.shape
     gate_up_TSHF = F.linear(x_TD, w_gate_up_SPD.flatten(0, 1)).view(-1, slots, 2, width)
     h_TSF = F.silu(gate_up_TSHF[:, :, 0]) * gate_up_TSHF[:, :, 1]

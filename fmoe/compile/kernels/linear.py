@@ -1,6 +1,9 @@
 """Kernels of a dense projection of few tokens, bound by reading the weights once.
 
-Letters: T tokens, N rows of the weight matrix, D summed dimension.
+``s`` are the factors of weights in FP8 blocks, None of others. M rows that are not quantised may follow such weights;
+programs of their own multiply them.
+
+Letters: T tokens, N rows of the weight matrix, M unquantised rows behind them, D summed dimension.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
 # ruff: noqa: SIM108
@@ -10,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fmoe.functional.quant import Fp8, Weight, weight_shape
+
 from ..linear_settings import MAX_TOKENS as MAX_TOKENS
 from ..linear_settings import LinearSettings as LinearSettings
 from ..linear_settings import default_linear_settings as default_linear_settings
 from ..linear_settings import linear_from_ints as linear_from_ints
 from ..linear_settings import linear_to_ints as linear_to_ints
+from .fp8 import SIDE, check_blocks, check_fp8, factors_at, load_factors, split_weight
 from .layer import DTYPES
 from .route import launch_options, wait_for_previous
 
@@ -23,11 +29,9 @@ SUM_BLOCK = 256
 
 
 @triton.jit
-def fetch_ahead(
-    w, o_r, first, D: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, SIZE: tl.constexpr, LINE: tl.constexpr
-):
-    """Ask for the first AHEAD steps of the rows' weights, SIZE bytes each, without waiting for them."""
-    step: tl.constexpr = LINE // SIZE
+def fetch_ahead(w, o_r, first, D: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr):
+    """Ask for the first AHEAD steps of the rows' weights without waiting for them."""
+    step: tl.constexpr = LINE * 8 // w.dtype.element_ty.primitive_bitwidth
     lines: tl.constexpr = (AHEAD * BK + step - 1) // step
     o_k = tl.minimum(first + tl.arange(0, lines) * step, D - 1)
     at = (w + o_r[:, None] * D + o_k[None, :]).to(tl.int64)
@@ -56,50 +60,111 @@ def add_bias(v, bias, o_r, N: tl.constexpr, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def linear_product(
-    x, w, bias, y, T, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, SIZE: tl.constexpr, LINE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One token, BN rows of the weights and SPLIT of D; grid (N / BN * T, D / SPLIT), tokens of a block together."""
-    t = (tl.program_id(0) % T).to(tl.int64)
-    o_n = tl.program_id(0) // T * BN + tl.arange(0, BN)
-    part = tl.program_id(1)
+def sum_products(
+    x, w, t, first, o_r, D: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
+    """Sum [BN] of the products of token t and the rows o_r over SPLIT columns from ``first`` on."""
     o_k = tl.arange(0, BK)
     even: tl.constexpr = D % SPLIT == 0
-    # Rows past the last repeat it: a load without a mask, and no store.
-    o_r = tl.minimum(o_n, N - 1).to(tl.int64)
-    if AHEAD > 0:
-        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, SIZE, LINE)
-    wait_for_previous(PDL)
     acc = tl.zeros((BN, BK), tl.float32)
-    for k in tl.range(part * SPLIT, part * SPLIT + SPLIT, BK, num_stages=STAGES):
+    for k in tl.range(first, first + SPLIT, BK, num_stages=STAGES):
         a = load_weights(w, o_r, k + o_k, D, even)
         if even:
             b = tl.load(x + t * D + k + o_k)
         else:
             b = tl.load(x + t * D + k + o_k, mask=k + o_k < D, other=0.0)
         acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
-    v = add_bias(tl.sum(acc, 1), bias, o_n, N, HAS_BIAS)
-    tl.store(y + (part.to(tl.int64) * T + t) * N + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+    return tl.sum(acc, 1)
 
 
 @triton.jit
-def linear_dot(
-    x, w, bias, y, T, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, SIZE: tl.constexpr,
+def sum_products_fp8(
+    x, w, s, t, first, o_r, row, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``sum_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
+    Q: tl.constexpr = min(BK, SIDE)
+    o_c = tl.arange(0, BK // Q)
+    o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
+    even: tl.constexpr = D % SPLIT == 0
+    factors = factors_at(s, 0, 0, row, N, D, 1)
+    at = w + o_r[:, None, None] * D + o_k[None, :, :]
+    acc = tl.zeros((BN, BK // Q, Q), tl.float32)
+    for k in tl.range(first, first + SPLIT, BK, num_stages=STAGES):
+        if even:
+            a = tl.load(at + k)
+            b = tl.load(x + t * D + k + o_k)
+        else:
+            a = tl.load(at + k, mask=k + o_k[None, :, :] < D, other=0.0)
+            b = tl.load(x + t * D + k + o_k, mask=k + o_k < D, other=0.0)
+        b32 = b.to(tl.float32) * load_factors(factors, k, o_c, D, even)[:, None]
+        acc += a.to(tl.float32) * b32[None, :, :]
+    return tl.sum(tl.sum(acc, 2), 1)
+
+
+@triton.jit
+def product_block(
+    x, w, s, bias, y, T, t, block, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT)."""
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """One token, BN of N rows, and one part of D; y has LD columns."""
+    o_n = block * BN + tl.arange(0, BN)
+    part = tl.program_id(1)
+    # Rows past the last repeat it: a load without a mask, and no store.
+    o_r = tl.minimum(o_n, N - 1).to(tl.int64)
+    if AHEAD > 0:
+        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
+    wait_for_previous(PDL)
+    if s is None:
+        v = sum_products(x, w, t, part * SPLIT, o_r, D, SPLIT, BN, BK, STAGES)
+    else:
+        v = sum_products_fp8(x, w, s, t, part * SPLIT, o_r, block * BN, N, D, SPLIT, BN, BK, STAGES)
+    v = add_bias(v, bias, o_n, N, HAS_BIAS)
+    tl.store(y + (part.to(tl.int64) * T + t) * LD + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+
+
+@triton.jit
+def linear_product(
+    x, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    LINE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token, BN rows and SPLIT of D; grid (N / BN * T, D / SPLIT), tokens of a block together."""
+    t = (tl.program_id(0) % T).to(tl.int64)
+    block = tl.program_id(0) // T
+    if M > 0:
+        blocks: tl.constexpr = (N + BN - 1) // BN
+        LD: tl.constexpr = N + M
+        if block >= blocks:
+            product_block(
+                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, t, block - blocks, M, D, LD, SPLIT, HAS_BIAS,
+                BN, BK, STAGES, AHEAD, LINE, PDL,
+            )  # fmt: skip
+        else:
+            product_block(x, w, s, bias, y, T, t, block, N, D, LD, SPLIT, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL)
+    else:
+        product_block(x, w, s, bias, y, T, t, block, N, D, N, SPLIT, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL)
+
+
+@triton.jit
+def dot_block(
+    x, w, s, bias, y, T, block, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All tokens, BN of N rows, and one part of D; y has LD columns."""
+    o_n = block * BN + tl.arange(0, BN)
     part = tl.program_id(1)
     o_t = tl.arange(0, BM)
     o_k = tl.arange(0, BK)
     even: tl.constexpr = D % SPLIT == 0
     o_r = tl.minimum(o_n, N - 1).to(tl.int64)
     if AHEAD > 0:
-        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, SIZE, LINE)
+        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
     wait_for_previous(PDL)
+    if s is not None:
+        factors = factors_at(s, 0, 0, block * BN, N, D, 1)
     acc = tl.zeros((BN, BM), tl.float32)
     for k in tl.range(part * SPLIT, part * SPLIT + SPLIT, BK, num_stages=STAGES):
         a = load_weights(w, o_r, k + o_k, D, even)
@@ -107,11 +172,38 @@ def linear_dot(
         if not even:
             inside = inside & (k + o_k[None, :] < D)
         b = tl.load(x + o_t[:, None] * D + k + o_k[None, :], mask=inside, other=0.0)
-        acc = tl.dot(a, b.T, acc, input_precision="ieee")
+        if s is None:
+            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+        else:
+            # A part that is not even may have a step past the last block: its products are 0, whatever they are times.
+            factor = tl.load(factors + tl.minimum(k, D - 1) // SIDE)
+            acc += tl.dot(a.to(b.dtype), b.T, input_precision="ieee") * factor
     if HAS_BIAS:
         acc += add_bias(tl.zeros((BN,), tl.float32), bias, o_n, N, HAS_BIAS)[:, None]
-    at = y + (part.to(tl.int64) * T + o_t[None, :]) * N + o_n[:, None]
+    at = y + (part.to(tl.int64) * T + o_t[None, :]) * LD + o_n[:, None]
     tl.store(at, acc.to(y.dtype.element_ty), mask=(o_t[None, :] < T) & (o_n[:, None] < N))
+
+
+@triton.jit
+def linear_dot(
+    x, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT)."""
+    block = tl.program_id(0)
+    if M > 0:
+        blocks: tl.constexpr = (N + BN - 1) // BN
+        LD: tl.constexpr = N + M
+        if block >= blocks:
+            dot_block(
+                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, block - blocks, M, D, LD, SPLIT, HAS_BIAS, BM,
+                BN, BK, STAGES, AHEAD, LINE, PDL,
+            )  # fmt: skip
+        else:
+            dot_block(x, w, s, bias, y, T, block, N, D, LD, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL)
+    else:
+        dot_block(x, w, s, bias, y, T, block, N, D, N, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL)
 
 
 @triton.jit
@@ -130,17 +222,19 @@ def sum_parts(
     tl.store(y + t * N + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
 
 
-def check_projection(x_TD: Tensor, w_ND: Tensor, bias_N: Tensor | None, /) -> None:
+def check_projection(x_TD: Tensor, w_ND: Weight, bias_N: Tensor | None, /) -> None:
     """Refuse what the kernel would read wrongly.
 
     Raises:
         ValueError: shapes that do not fit, too many tokens, mixed dtypes, or a tensor that is not contiguous.
-        NotImplementedError: a dtype without a kernel.
+        NotImplementedError: a dtype without a kernel, or FP8 on a device without it.
     """
-    tensors = [x_TD, w_ND] if bias_N is None else [x_TD, w_ND, bias_N]
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    fits = x_TD.dim() == w_ND.dim() == 2 and x_TD.shape[1] == w_ND.shape[1] > 0
-    if not fits or (bias_N is not None and bias_N.shape != w_ND.shape[:1]):
+    plain = [w_ND.rest_MD] if isinstance(w_ND, Fp8) else [w_ND]
+    tensors = [tensor for tensor in (x_TD, *plain, bias_N) if tensor is not None]
+    shape, outputs = weight_shape(w_ND), weight_shape(w_ND)[:1]
+    shapes = [tuple(x_TD.shape), shape] + ([] if bias_N is None else [tuple(bias_N.shape)])
+    fits = x_TD.dim() == len(shape) == 2 and x_TD.shape[1] == shape[1] > 0
+    if not fits or (bias_N is not None and bias_N.shape != outputs):
         raise ValueError(f"x, w and bias must be [T, D], [N, D] and [N], got shapes {shapes}")
     if x_TD.shape[0] > MAX_TOKENS:
         raise ValueError(f"{x_TD.shape[0]} tokens came, at most {MAX_TOKENS} fit; use torch's linear for more")
@@ -150,14 +244,16 @@ def check_projection(x_TD: Tensor, w_ND: Tensor, bias_N: Tensor | None, /) -> No
         raise ValueError(f"x, w and bias must have one dtype, got {[str(tensor.dtype) for tensor in tensors]}")
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("x, w and bias must be contiguous; call .contiguous() once after loading")
+    if isinstance(w_ND, Fp8):
+        check_fp8(w_ND)
 
 
-def run_linear(x_TD: Tensor, w_ND: Tensor, settings: LinearSettings, /, *, bias_N: Tensor | None = None) -> Tensor:
+def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_N: Tensor | None = None) -> Tensor:
     """Compute ``x w^T + bias`` with float32 sums, rounded once; equal on every run.
 
     Args:
         x_TD: rows, 0 <= T <= 16.
-        w_ND: weights, contiguous.
+        w_ND: weights, contiguous; in FP8 blocks they are converted where they are multiplied.
         settings: blocks.
         bias_N: of the dtype of x, or None.
 
@@ -165,7 +261,8 @@ def run_linear(x_TD: Tensor, w_ND: Tensor, settings: LinearSettings, /, *, bias_
         [T, N], of the dtype of x.
     """
     check_projection(x_TD, w_ND, bias_N)
-    (tokens, hidden), outputs = x_TD.shape, w_ND.shape[0]
+    check_blocks(w_ND, settings.rows, settings.depth if settings.dot else 0, name="linear")
+    (tokens, hidden), outputs = x_TD.shape, weight_shape(w_ND)[0]
     y_TN = torch.empty(tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
     if y_TN.numel() == 0:
         return y_TN
@@ -184,11 +281,15 @@ def run_linear(x_TD: Tensor, w_ND: Tensor, settings: LinearSettings, /, *, bias_
     return y_TN
 
 
-def _launch(x_TD: Tensor, w_ND: Tensor, bias_N: Tensor | None, y: Tensor, split: int, settings: LinearSettings) -> None:
-    (tokens, hidden), outputs = x_TD.shape, w_ND.shape[0]
-    blocks, splits = triton.cdiv(outputs, settings.rows), triton.cdiv(hidden, split)
+def _launch(x_TD: Tensor, w_ND: Weight, bias_N: Tensor | None, y: Tensor, split: int, settings: LinearSettings) -> None:
+    (tokens, hidden), (w, s) = x_TD.shape, split_weight(w_ND)
+    rest_MD = w_ND.rest_MD if isinstance(w_ND, Fp8) else None
+    rest = 0 if rest_MD is None else rest_MD.shape[0]
+    blocks = triton.cdiv(w.shape[0], settings.rows) + triton.cdiv(rest, settings.rows)
+    splits = triton.cdiv(hidden, split)
     constants = {
-        "N": outputs,
+        "N": w.shape[0],
+        "M": rest,
         "D": hidden,
         "SPLIT": split,
         "HAS_BIAS": bias_N is not None,
@@ -196,12 +297,12 @@ def _launch(x_TD: Tensor, w_ND: Tensor, bias_N: Tensor | None, y: Tensor, split:
         "BK": settings.depth,
         "STAGES": settings.stages,
         "AHEAD": settings.ahead,
-        "SIZE": w_ND.element_size(),
         "LINE": LINE,
         "PDL": settings.pdl,
     }
+    tensors = (x_TD, w, s, rest_MD, bias_N, y)
     options = {"num_warps": settings.warps} | launch_options(settings.pdl)
     if settings.dot:
-        linear_dot[(blocks, splits)](x_TD, w_ND, bias_N, y, tokens, **constants, BM=MAX_TOKENS, **options)
+        linear_dot[(blocks, splits)](*tensors, tokens, **constants, BM=MAX_TOKENS, **options)
     else:
-        linear_product[(blocks * tokens, splits)](x_TD, w_ND, bias_N, y, tokens, **constants, **options)
+        linear_product[(blocks * tokens, splits)](*tensors, tokens, **constants, **options)

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fmoe.functional.quant import Weight, weight_shape
 from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import Settings
+from .fp8 import SIDE, factors_at, load_factors, split_weight
 from .route import (
     Table,
     choice_constants,
@@ -27,10 +29,10 @@ from .tiles import down_tile, gate_up_tile
 
 
 @triton.jit
-def gate_up_pair(
-    x, w, h, e, t, n, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+def gate_up_products(
+    x, w, e, t, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """h[n] = silu(g) u of token t with expert e, columns of block pn."""
+    """Gate and up products [BN] of token t with expert e, rows of block pn."""
     o_n = pn * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     even: tl.constexpr = (F % BN == 0) and (D % BK == 0)
@@ -50,27 +52,70 @@ def gate_up_pair(
         v32 = v.to(tl.float32)[None, :]
         gate += a.to(tl.float32) * v32
         up += b.to(tl.float32) * v32
-    g = tl.sum(gate, 1)
-    y = g * tl.sigmoid(g) * tl.sum(up, 1)
-    tl.store(h + n.to(tl.int64) * F + o_n, y.to(h.dtype.element_ty), mask=o_n < F)
+    return tl.sum(gate, 1), tl.sum(up, 1)
+
+
+@triton.jit
+def gate_up_products_fp8(
+    x, w, s, e, t, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
+    """``gate_up_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
+    Q: tl.constexpr = min(BK, SIDE)
+    o_n = pn * BN + tl.arange(0, BN)
+    o_c = tl.arange(0, BK // Q)
+    o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
+    even: tl.constexpr = (F % BN == 0) and (D % BK == 0)
+    at = w + e.to(tl.int64) * (2 * F * D) + o_n[:, None, None] * D + o_k[None, :, :]
+    gate_factors = factors_at(s, e, 0, pn * BN, F, D, 2)
+    up_factors = factors_at(s, e, 1, pn * BN, F, D, 2)
+    gate = tl.zeros((BN, BK // Q, Q), tl.float32)
+    up = tl.zeros((BN, BK // Q, Q), tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
+        if even:
+            a = tl.load(at + k)
+            b = tl.load(at + F * D + k)
+            v = tl.load(x + t.to(tl.int64) * D + k + o_k)
+        else:
+            inside = (o_n[:, None, None] < F) & (k + o_k[None, :, :] < D)
+            a = tl.load(at + k, mask=inside, other=0.0)
+            b = tl.load(at + F * D + k, mask=inside, other=0.0)
+            v = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
+        v32 = v.to(tl.float32)
+        gate += a.to(tl.float32) * (v32 * load_factors(gate_factors, k, o_c, D, even)[:, None])[None, :, :]
+        up += b.to(tl.float32) * (v32 * load_factors(up_factors, k, o_c, D, even)[:, None])[None, :, :]
+    return tl.sum(tl.sum(gate, 2), 1), tl.sum(tl.sum(up, 2), 1)
+
+
+@triton.jit
+def gate_up_pair(
+    x, w, s, h, e, t, n, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
+    """h[n] = silu(g) u of token t with expert e, columns of block pn."""
+    o_n = pn * BN + tl.arange(0, BN)
+    if s is None:
+        g, u = gate_up_products(x, w, e, t, pn, D, F, BN, BK, STAGES)
+    else:
+        g, u = gate_up_products_fp8(x, w, s, e, t, pn, D, F, BN, BK, STAGES)
+    tl.store(h + n.to(tl.int64) * F + o_n, (g * tl.sigmoid(g) * u).to(h.dtype.element_ty), mask=o_n < F)
 
 
 @triton.jit
 def gate_up_slots(
-    x, w, h, ids, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, w, s, h, ids, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One pair and BN gate and up rows; grid (F / BN, N)."""
     n = tl.program_id(1)
     wait_for_previous(PDL)
     e = tl.load(ids + n)
-    gate_up_pair(x, w, h, e, n // KS, n, tl.program_id(0), D, F, BN, BK, STAGES)
+    gate_up_pair(x, w, s, h, e, n // KS, n, tl.program_id(0), D, F, BN, BK, STAGES)
 
 
 @triton.jit
 def gate_up_choosing(
-    x, w, h, logits, bias, ids_out, weights_out, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
+    x, w, s, h, logits, bias, ids_out, weights_out, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, GP: tl.constexpr,
+    EP: tl.constexpr,
     G: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr,
     RENORM: tl.constexpr, FLOOR: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, SPLITS: tl.constexpr,
     ROUND: tl.constexpr, ROUND_WEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
@@ -94,21 +139,19 @@ def gate_up_choosing(
                 ROUND_WEIGHTS,
             )  # fmt: skip
             write_row(logits, chosen, weights, ids_out, weights_out, t, T, E, R, K, KP, S, SP, SPLITS, ROUND)
-    gate_up_pair(x, w, h, e, t, n, pn, D, F, BN, BK, STAGES)
+    gate_up_pair(x, w, s, h, e, t, n, pn, D, F, BN, BK, STAGES)
 
 
 @triton.jit
-def down_token(
-    h, w, ids, weights, y, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+def down_products(
+    h, w, ids, weights, t, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of one token's y, over its experts in order; grid (D / BN, T)."""
-    t = tl.program_id(1)
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """Sum [BN] of the weighted down products of token t's experts, rows of block pn."""
+    o_n = pn * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     steps: tl.constexpr = (F + BK - 1) // BK
     even: tl.constexpr = (D % BN == 0) and (F % BK == 0)
-    wait_for_previous(PDL)
     acc = tl.zeros((BN, BK), tl.float32)
     for i in tl.range(0, KS * steps, num_stages=STAGES):
         n = t * KS + i // steps
@@ -123,8 +166,54 @@ def down_token(
             a = tl.load(at, mask=(o_n[:, None] < D) & (k + o_k[None, :] < F), other=0.0)
             v = tl.load(h + n.to(tl.int64) * F + k + o_k, mask=k + o_k < F, other=0.0)
         acc += a.to(tl.float32) * (v.to(tl.float32) * weight)[None, :]
-    out = tl.sum(acc, 1).to(y.dtype.element_ty)
-    tl.store(y + t.to(tl.int64) * D + o_n, out, mask=o_n < D)
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def down_products_fp8(
+    h, w, s, ids, weights, t, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``down_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
+    Q: tl.constexpr = min(BK, SIDE)
+    o_n = pn * BN + tl.arange(0, BN)
+    o_c = tl.arange(0, BK // Q)
+    o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
+    steps: tl.constexpr = (F + BK - 1) // BK
+    even: tl.constexpr = (D % BN == 0) and (F % BK == 0)
+    acc = tl.zeros((BN, BK // Q, Q), tl.float32)
+    for i in tl.range(0, KS * steps, num_stages=STAGES):
+        n = t * KS + i // steps
+        k = (i % steps) * BK
+        e = tl.load(ids + n).to(tl.int64)
+        weight = tl.load(weights + n)
+        at = w + e * (D * F) + o_n[:, None, None] * F + k + o_k[None, :, :]
+        if even:
+            a = tl.load(at)
+            v = tl.load(h + n.to(tl.int64) * F + k + o_k)
+        else:
+            a = tl.load(at, mask=(o_n[:, None, None] < D) & (k + o_k[None, :, :] < F), other=0.0)
+            v = tl.load(h + n.to(tl.int64) * F + k + o_k, mask=k + o_k < F, other=0.0)
+        factor = weight * load_factors(factors_at(s, e, 0, pn * BN, D, F, 1), k, o_c, F, even)
+        acc += a.to(tl.float32) * (v.to(tl.float32) * factor[:, None])[None, :, :]
+    return tl.sum(tl.sum(acc, 2), 1)
+
+
+@triton.jit
+def down_token(
+    h, w, s, ids, weights, y, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BN columns of one token's y, over its experts in order; grid (D / BN, T)."""
+    t = tl.program_id(1)
+    pn = tl.program_id(0)
+    wait_for_previous(PDL)
+    if s is None:
+        out = down_products(h, w, ids, weights, t, pn, D, F, KS, BN, BK, STAGES)
+    else:
+        out = down_products_fp8(h, w, s, ids, weights, t, pn, D, F, KS, BN, BK, STAGES)
+    o_n = pn * BN + tl.arange(0, BN)
+    tl.store(y + t.to(tl.int64) * D + o_n, out.to(y.dtype.element_ty), mask=o_n < D)
 
 
 @triton.jit
@@ -150,7 +239,7 @@ def find_rows(
 
 @triton.jit
 def gate_up_grouped(
-    x, w, h, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    x, w, s, h, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
     S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, OWNERS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -160,12 +249,14 @@ def gate_up_grouped(
     for m in range(first, last, BM):
         o_m = m + tl.arange(0, BM)
         n = tl.load(rows + e.to(tl.int64) * T + o_m, mask=o_m < last, other=0)
-        gate_up_tile(x, w, h, n // (K + S), n, o_m < last, e, tl.program_id(0), D, F, BM, BN, BK, STAGES, True, False)
+        gate_up_tile(
+            x, w, s, h, n // (K + S), n, o_m < last, e, tl.program_id(0), D, F, BM, BN, BK, STAGES, True, False
+        )
 
 
 @triton.jit
 def down_grouped(
-    h, w, y, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    h, w, s, y, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
     S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, OWNERS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +266,7 @@ def down_grouped(
     for m in range(first, last, BM):
         o_m = m + tl.arange(0, BM)
         n = tl.load(rows + e.to(tl.int64) * T + o_m, mask=o_m < last, other=0)
-        down_tile(h, w, y, n, n, o_m < last, e, tl.program_id(0), D, F, BM, BN, BK, STAGES, True, False)
+        down_tile(h, w, s, y, n, n, o_m < last, e, tl.program_id(0), D, F, BM, BN, BK, STAGES, True, False)
 
 
 @triton.jit
@@ -203,27 +294,29 @@ def combine(pairs_ND: Tensor, weights_TK: Tensor, settings: Settings, /) -> Tens
     return y_TD
 
 
-def sum_token_experts(h_NF: Tensor, routing: Routing, w_down_EDF: Tensor, settings: Settings, /) -> Tensor:
+def sum_token_experts(h_NF: Tensor, routing: Routing, w_down_EDF: Weight, settings: Settings, /) -> Tensor:
     """Compute y from h with one program for each token and block of D."""
     tokens, columns = routing.experts_TK.shape
-    hidden, width, tile = w_down_EDF.shape[1], w_down_EDF.shape[2], settings.down
+    (_, hidden, width), tile = weight_shape(w_down_EDF), settings.down
     y_TD = torch.empty(tokens, hidden, dtype=h_NF.dtype, device=h_NF.device)
     down_token[(triton.cdiv(hidden, tile.rows), tokens)](
-        h_NF, w_down_EDF, routing.experts_TK, routing.weights_TK, y_TD, D=hidden, F=width, KS=columns, BN=tile.rows,
-        BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
+        h_NF, *split_weight(w_down_EDF), routing.experts_TK, routing.weights_TK, y_TD, D=hidden, F=width, KS=columns,
+        BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
+        **launch_options(settings.pdl),
     )  # fmt: skip
     return y_TD
 
 
 def compute_experts_slots(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, settings: Settings, /
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
 ) -> Tensor:
     """Two launches, one matrix-vector product for each pair; the formula of ``compute_experts_grouped``."""
-    (tokens, columns), width, tile = routing.experts_TK.shape, w_down_EDF.shape[2], settings.gate_up
+    (tokens, columns), width, tile = routing.experts_TK.shape, weight_shape(w_down_EDF)[2], settings.gate_up
     h_NF = torch.empty(tokens * columns, width, dtype=x_TD.dtype, device=x_TD.device)
     gate_up_slots[(triton.cdiv(width, tile.rows), tokens * columns)](
-        x_TD, w_gate_up_EPD, h_NF, routing.experts_TK, D=x_TD.shape[1], F=width, KS=columns, BN=tile.rows,
-        BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
+        x_TD, *split_weight(w_gate_up_EPD), h_NF, routing.experts_TK, D=x_TD.shape[1], F=width, KS=columns,
+        BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
+        **launch_options(settings.pdl),
     )  # fmt: skip
     return sum_token_experts(h_NF, routing, w_down_EDF, settings)
 
@@ -233,7 +326,7 @@ def route_and_gate_up(
     w_router_RD: Tensor,
     bias_E: Tensor | None,
     config: RouterConfig,
-    w_gate_up_EPD: Tensor,
+    w_gate_up_EPD: Weight,
     settings: Settings,
     /,
 ) -> tuple[Routing, Tensor]:
@@ -243,7 +336,8 @@ def route_and_gate_up(
         Routing of K + S columns, and h [N, F].
     """
     tokens, hidden = x_TD.shape
-    slots, width, tile = w_gate_up_EPD.shape[0] - config.num_experts, w_gate_up_EPD.shape[1] // 2, settings.gate_up
+    (stacked, rows, _), tile = weight_shape(w_gate_up_EPD), settings.gate_up
+    slots, width = stacked - config.num_experts, rows // 2
     columns = config.top_k + slots
     logits, _ = compute_logits(x_TD, w_router_RD, settings, num_experts=config.num_experts)
     routing = Routing(
@@ -260,27 +354,29 @@ def route_and_gate_up(
         has_bias=bias_E is not None,
     )
     gate_up_choosing[(triton.cdiv(width, tile.rows), tokens * columns)](
-        x_TD, w_gate_up_EPD, h_NF, logits, bias_E, routing.experts_TK, routing.weights_TK, tokens, D=hidden, F=width,
-        **constants, BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
+        x_TD, *split_weight(w_gate_up_EPD), h_NF, logits, bias_E, routing.experts_TK, routing.weights_TK, tokens,
+        D=hidden, F=width, **constants, BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl,
+        num_warps=tile.warps,
         **launch_options(settings.pdl),
     )  # fmt: skip
     return routing, h_NF
 
 
 def compute_experts_tabled(
-    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, settings: Settings, /
+    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
 ) -> Tensor:
     """Run each expert once over its rows of the table; the formula of ``compute_experts_grouped``."""
     tokens, columns = routing.experts_TK.shape
     experts, top_k = table.counts_E.shape[0], table.ranks_TK.shape[1]
-    slots, (hidden, width), tile = columns - top_k, w_down_EDF.shape[1:], settings.gate_up
+    slots, (_, hidden, width), tile = columns - top_k, weight_shape(w_down_EDF), settings.gate_up
     programs = tokens * top_k if settings.owners else experts
     shape = {"D": hidden, "F": width, "E": experts, "K": top_k, "S": slots, "OWNERS": settings.owners}
     h_NF = torch.empty(tokens * columns, width, dtype=x_TD.dtype, device=x_TD.device)
     grid = (triton.cdiv(width, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)
     gate_up_grouped[grid](
-        x_TD, w_gate_up_EPD, h_NF, routing.experts_TK, *table, tokens, **shape, BM=tile.tokens, BN=tile.rows,
-        BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
+        x_TD, *split_weight(w_gate_up_EPD), h_NF, routing.experts_TK, *table, tokens, **shape, BM=tile.tokens,
+        BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
+        **launch_options(settings.pdl),
     )  # fmt: skip
     if settings.token_down:
         return sum_token_experts(h_NF, routing, w_down_EDF, settings)
@@ -288,7 +384,8 @@ def compute_experts_tabled(
     pairs_ND = torch.empty(tokens * columns, hidden, dtype=x_TD.dtype, device=x_TD.device)
     grid = (triton.cdiv(hidden, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)
     down_grouped[grid](
-        h_NF, w_down_EDF, pairs_ND, routing.experts_TK, *table, tokens, **shape, BM=tile.tokens, BN=tile.rows,
-        BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
+        h_NF, *split_weight(w_down_EDF), pairs_ND, routing.experts_TK, *table, tokens, **shape, BM=tile.tokens,
+        BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
+        **launch_options(settings.pdl),
     )  # fmt: skip
     return combine(pairs_ND, routing.weights_TK, settings)

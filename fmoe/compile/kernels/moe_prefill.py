@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fmoe.functional.quant import Fp8, Weight, weight_shape
 from fmoe.functional.routing import Routing
 
 from ..settings import Settings, Tile
+from .fp8 import split_weight
 from .moe_decode import combine
 from .route import launch_options, wait_for_previous
 from .sort import Tiles, sort_pairs
@@ -34,7 +36,7 @@ def locate_tile(tile, count, NB: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def gate_up_sorted(
-    x, w, h, order, offsets, experts, starts, count, K, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr,
+    x, w, s, h, order, offsets, experts, starts, count, K, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DESCRIPTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -48,12 +50,12 @@ def gate_up_sorted(
         o_m = tl.load(starts + i) + tl.arange(0, BM)
         inside = o_m < tl.load(offsets + e)
         source = tl.load(order + o_m, mask=inside, other=0) // K
-        gate_up_tile(x, w, h, source, o_m, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, DESCRIPTOR)
+        gate_up_tile(x, w, s, h, source, o_m, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, DESCRIPTOR)
 
 
 @triton.jit
 def down_sorted(
-    h, w, y, order, offsets, experts, starts, count, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr,
+    h, w, s, y, order, offsets, experts, starts, count, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     DESCRIPTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -73,15 +75,19 @@ def down_sorted(
         inside = o_m < tl.load(offsets + e)
         target = tl.load(order + o_m, mask=inside, other=0)
         if DESCRIPTOR:
-            down_tile(h, w, y, start, target, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, True)
+            down_tile(h, w, s, y, start, target, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, True)
         else:
-            down_tile(h, w, y, o_m, target, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, False)
+            down_tile(h, w, s, y, o_m, target, inside, e, pn, D, F, BM, BN, BK, STAGES, SWAP, False)
 
 
 def _describable(w: Tensor, tile: Tile, settings: Settings) -> bool:
-    """Say whether descriptors are asked for and no block reaches past an expert's matrix."""
+    """Say whether descriptors are asked for, no block reaches past an expert's matrix, and it is not FP8."""
     rows, depth = w.shape[-2:]
-    return settings.descriptors and not (rows % tile.rows or depth % tile.depth or depth * w.element_size() % 16)
+    return (
+        settings.descriptors
+        and w.element_size() > 1
+        and not (rows % tile.rows or depth % tile.depth or depth * w.element_size() % 16)
+    )
 
 
 def _describe(tensor: Tensor, *block: int) -> TensorDescriptor:
@@ -94,33 +100,37 @@ def _grid(tiles: Tiles, blocks: int, settings: Settings) -> tuple[int]:
 
 
 def compute_experts_sorted(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Tensor, w_down_EDF: Tensor, settings: Settings, /
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
 ) -> Tensor:
     """Sort, two grouped products, weighted sum: six launches; the formula of ``compute_experts_grouped``."""
-    (tokens, columns), (hidden, width) = routing.experts_TK.shape, w_down_EDF.shape[1:]
+    (tokens, columns), (experts, hidden, width) = routing.experts_TK.shape, weight_shape(w_down_EDF)
     pairs, block = tokens * columns, settings.gate_up.tokens
-    tiles = sort_pairs(routing.experts_TK, num_experts=w_down_EDF.shape[0], block=block, pdl=settings.pdl)
+    tiles = sort_pairs(routing.experts_TK, num_experts=experts, block=block, pdl=settings.pdl)
     options = launch_options(settings.pdl)
+    # Of FP8 the weights come first: converted in registers, they are multiplied from there.
+    swap = block < 64 or isinstance(w_gate_up_EPD, Fp8)
 
     tile = settings.gate_up
-    weights: Any = w_gate_up_EPD.view(-1, width, hidden)
+    w, s = split_weight(w_gate_up_EPD)
+    weights: Any = w.view(-1, width, hidden)
     if described := _describable(weights, tile, settings):
         weights = _describe(weights, 2, tile.rows, tile.depth)
     h_NF = torch.empty(pairs, width, dtype=x_TD.dtype, device=x_TD.device)
     gate_up_sorted[_grid(tiles, triton.cdiv(width, tile.rows), settings)](
-        x_TD, weights, h_NF, *tiles, columns, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
-        STAGES=tile.stages, GROUP=settings.group, SWAP=block < 64, DESCRIPTOR=described, PDL=settings.pdl,
+        x_TD, weights, s, h_NF, *tiles, columns, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
+        STAGES=tile.stages, GROUP=settings.group, SWAP=swap, DESCRIPTOR=described, PDL=settings.pdl,
         num_warps=tile.warps, **options,
     )  # fmt: skip
 
     tile = settings.down
-    weights, h = w_down_EDF, h_NF
-    if described := _describable(weights, tile, settings):
-        weights, h = _describe(weights.view(-1, width), tile.rows, tile.depth), _describe(h_NF, block, tile.depth)
+    w, s = split_weight(w_down_EDF)
+    weights, h = w, h_NF
+    if described := _describable(w, tile, settings):
+        weights, h = _describe(w.view(-1, width), tile.rows, tile.depth), _describe(h_NF, block, tile.depth)
     pairs_ND = torch.empty(pairs, hidden, dtype=x_TD.dtype, device=x_TD.device)
     down_sorted[_grid(tiles, triton.cdiv(hidden, tile.rows), settings)](
-        h, weights, pairs_ND, *tiles, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
-        STAGES=tile.stages, GROUP=settings.group, SWAP=block < 64, DESCRIPTOR=described, PDL=settings.pdl,
+        h, weights, s, pairs_ND, *tiles, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
+        STAGES=tile.stages, GROUP=settings.group, SWAP=swap, DESCRIPTOR=described, PDL=settings.pdl,
         num_warps=tile.warps, **options,
     )  # fmt: skip
     return combine(pairs_ND, routing.weights_TK, settings)

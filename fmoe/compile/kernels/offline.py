@@ -21,9 +21,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fmoe.functional.quant import FP8, Fp8, Weight, count_blocks
 from fmoe.functional.routing import RouterConfig
 
 from ..settings import Settings
+from .fp8 import why_not_fp8
 from .layer import run_moe_layer
 
 TARGETS = {
@@ -36,6 +38,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -81,7 +84,14 @@ def _type(value: Any) -> str:
 
 
 def compile_launch(launch: Launch, target: str) -> Usage:
-    """Compile one launch for a target, pointers aligned to 16 bytes as torch allocates them."""
+    """Compile one launch for a target, pointers aligned to 16 bytes as torch allocates them.
+
+    Raises:
+        NotImplementedError: weights in FP8 for a device without it.
+    """
+    reads_fp8 = any(isinstance(value, Tensor) and value.dtype == FP8 for value in launch.values.values())
+    if reads_fp8 and (reason := why_not_fp8(TARGETS[target].backend, target)):
+        raise NotImplementedError(f"{launch.kernel.__name__} does not compile for {target}: {reason}")
     constant = {p.name for p in launch.kernel.params if p.is_constexpr}
     # The launcher, too, makes a constant of an absent tensor and of the number one.
     constant |= {name for name, value in launch.values.items() if value is None or (type(value) is int and value == 1)}
@@ -124,22 +134,42 @@ def _read_amdgcn(text: str) -> tuple[int, int]:
     return counts["vgpr_count"], counts["vgpr_spill_count"] + counts["sgpr_spill_count"]
 
 
+def empty_weight(*shape: int, dtype: torch.dtype, parts: int = 1) -> Weight:
+    """Give a weight on the meta device, in FP8 blocks where that is its dtype."""
+    w = torch.empty(shape, dtype=dtype, device="meta")
+    if dtype != FP8:
+        return w
+    *outer, rows, columns = shape
+    return Fp8(w, torch.empty(*outer, count_blocks(rows, parts=parts), count_blocks(columns), device="meta"))
+
+
 def record_layer(
-    settings: Settings, config: RouterConfig, /, *, tokens: int, slots: int, hidden: int, width: int, dtype: torch.dtype
+    settings: Settings,
+    config: RouterConfig,
+    /,
+    *,
+    tokens: int,
+    slots: int,
+    hidden: int,
+    width: int,
+    dtype: torch.dtype,
+    activations: torch.dtype = torch.bfloat16,
 ) -> list[Launch]:
-    """Record the launches of ``run_moe_layer`` for a shape, with one gate row where there are shared slots."""
+    """Record the launches of ``run_moe_layer`` for a shape, with one gate row where there are shared slots.
+
+    Args:
+        dtype: of the experts.
+        activations: dtype of x where that of the experts is FP8.
+    """
     experts = config.num_experts + slots
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    of_x = activations if dtype == FP8 else dtype
     with recorded_launches() as launches:
         run_moe_layer(
-            empty(tokens, hidden),
-            empty(config.num_experts + min(slots, 1), hidden),
+            torch.empty(tokens, hidden, dtype=of_x, device="meta"),
+            torch.empty(config.num_experts + min(slots, 1), hidden, dtype=of_x, device="meta"),
             None,
-            empty(experts, 2 * width, hidden),
-            empty(experts, hidden, width),
+            empty_weight(experts, 2 * width, hidden, dtype=dtype, parts=2),
+            empty_weight(experts, hidden, width, dtype=dtype),
             config,
             settings,
         )

@@ -1,5 +1,8 @@
 """The two products of an expert on one tile of rows, shared by the grouped and the sorted kernels.
 
+``s`` are the factors of weights in FP8 blocks, None of others. Such a kernel's block lies in one block of factors,
+which multiplies its product.
+
 Letters: D hidden, F expert width, BM rows of x in a tile, BN rows of a weight matrix, BK depth.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
@@ -7,6 +10,8 @@ Letters: D hidden, F expert width, BM rows of x in a tile, BN rows of a weight m
 
 import triton
 import triton.language as tl
+
+from .fp8 import SIDE, factors_at
 
 
 @triton.jit
@@ -42,6 +47,17 @@ def multiply_add(a, w, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
+def multiply_add_scaled(a, w, acc, factor, SWAP: tl.constexpr):
+    """Add the product of ``multiply_add``, the weights converted to the dtype of a, times a factor."""
+    v = w.to(a.dtype)
+    if SWAP:
+        acc += tl.dot(v, a.T, input_precision="ieee") * factor
+    else:
+        acc += tl.dot(a, v.T, input_precision="ieee") * factor
+    return acc
+
+
+@triton.jit
 def split_columns(v, ROWS: tl.constexpr, HALF: tl.constexpr):
     """Left and right halves of [ROWS, 2 HALF]."""
     return tl.split(tl.permute(tl.reshape(v, (ROWS, 2, HALF)), (0, 2, 1)))
@@ -56,7 +72,7 @@ def store_rows(at, v, inside, first, COLUMNS: tl.constexpr):
 
 @triton.jit
 def gate_up_tile(
-    x, w, h, source, target, inside, e, pn, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, w, s, h, source, target, inside, e, pn, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """h[target] = silu(g) u with g, u the gate and up products of x[source] with expert e, columns of block pn."""
@@ -86,12 +102,19 @@ def gate_up_tile(
             gate = tl.zeros((BM, BN), tl.float32)
             up = tl.zeros((BM, BN), tl.float32)
         base = w + e.to(tl.int64) * (2 * F * D)
+        if s is not None:
+            gate_factors = factors_at(s, e, 0, pn * BN, F, D, 2)
+            up_factors = factors_at(s, e, 1, pn * BN, F, D, 2)
         for k in tl.range(0, D, BK, num_stages=STAGES):
             a = load_matrix(base, o_n, k + o_k, F, D, even)
             b = load_matrix(base + F * D, o_n, k + o_k, F, D, even)
             rows = load_rows(x, source, k, o_k, inside, D, even_depth)
-            gate = multiply_add(rows, a, gate, SWAP)
-            up = multiply_add(rows, b, up, SWAP)
+            if s is None:
+                gate = multiply_add(rows, a, gate, SWAP)
+                up = multiply_add(rows, b, up, SWAP)
+            else:
+                gate = multiply_add_scaled(rows, a, gate, tl.load(gate_factors + k // SIDE), SWAP)
+                up = multiply_add_scaled(rows, b, up, tl.load(up_factors + k // SIDE), SWAP)
     y = (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty)
     if SWAP:
         y = y.T
@@ -101,7 +124,7 @@ def gate_up_tile(
 
 @triton.jit
 def down_tile(
-    h, w, y, source, target, inside, e, pn, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    h, w, s, y, source, target, inside, e, pn, D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """y[target] = the down product of h[source] with expert e, columns of block pn; not weighted.
@@ -118,6 +141,8 @@ def down_tile(
         acc = tl.zeros((BM, BN), tl.float32)
     if not DESCRIPTOR:
         base = w + e.to(tl.int64) * (D * F)
+    if s is not None:
+        factors = factors_at(s, e, 0, pn * BN, D, F, 1)
     for k in tl.range(0, F, BK, num_stages=STAGES):
         if DESCRIPTOR:
             a = w.load([e * D + pn * BN, k])
@@ -125,7 +150,10 @@ def down_tile(
         else:
             a = load_matrix(base, o_n, k + o_k, D, F, even)
             rows = load_rows(h, source, k, o_k, inside, F, even_depth)
-        acc = multiply_add(rows, a, acc, SWAP)
+        if s is None:
+            acc = multiply_add(rows, a, acc, SWAP)
+        else:
+            acc = multiply_add_scaled(rows, a, acc, tl.load(factors + k // SIDE), SWAP)
     at = y + target.to(tl.int64)[:, None] * D + pn * BN
     if BN >= 256 and not SWAP:
         # Half after half, because the way to the store leads through shared memory, which the loads fill.
