@@ -232,7 +232,7 @@ def _measure_tasks(
         tasks,
         prepare,
         clock,
-        budget_s=search.budget_s - (clock() - start),
+        budget_s=max(search.budget_s - (clock() - start), 0.0),
         key_budget_s=search.key_budget_s,
         keep=keep,
         advance=update,

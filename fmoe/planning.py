@@ -94,8 +94,10 @@ def decide_kernels(
     if decision.record is not None:
         decision = decide_for(params, config, connect_aiter(capabilities), requested=requested)
     if requested == "auto":
+        # A computer without a GPU runs the references by nature: nobody who types a command there need read of it.
+        plain = capabilities.device_type == "cpu" and not capabilities.aiter.arch
         for line in decision.lines:
-            LOG.info(line)
+            LOG.log(logging.DEBUG if plain else logging.INFO, line)
     return decision
 
 

@@ -66,7 +66,7 @@ def test_an_unknown_tune_names_the_known_ones():
 
 @pytest.mark.parametrize("family", TINY)
 def test_every_family_is_decided(family, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "fmoe"):
+    with caplog.at_level(logging.DEBUG, "fmoe"):
         model = fmoe.load(write_checkpoint(tmp_path, family), device="cpu", compile=False)
     said = [line for line in caplog.messages if line.startswith(("experts: ", "routing: "))]
     assert len(said) == 2
@@ -105,7 +105,7 @@ def test_on_a_cpu_nothing_of_aiter_is_imported_and_no_process_started(requested,
 
 def test_no_log_lines_for_what_was_asked_for_by_name(folder, caplog):
     model = load(folder)
-    with caplog.at_level(logging.INFO, "fmoe"):
+    with caplog.at_level(logging.DEBUG, "fmoe"):
         decide_kernels(model.params, config=model.config, device=CPU, requested="reference")
     assert caplog.messages == []
 

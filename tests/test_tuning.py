@@ -184,7 +184,7 @@ def test_candidates_run_through_the_models_ops(demo, implementation):
 
 
 def test_the_levels_are_logged_once(demo, caplog):
-    caplog.set_level(logging.INFO, logger="fmoe")
+    caplog.set_level(logging.DEBUG, logger="fmoe")
     for _ in range(2):
         search_plans(
             demo.params, demo.config.router, [moe_plan(demo).key], CPU, requested="auto", search=Search(budget_s=0.0)

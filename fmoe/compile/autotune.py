@@ -175,7 +175,7 @@ def tune_keys(
         left = deadline - clock()
         if left <= 0:
             logger.warning(
-                "tuning stopped after its budget of %g s with %d of %d measured; tune again to go on",
+                "tuning stopped after its budget of %.1f s with %d of %d measured; tune again to go on",
                 budget_s, done, len(tasks),
             )  # fmt: skip
             break

@@ -62,8 +62,9 @@ def read_tables(device: Device, /) -> Tables:
     tables = Tables(_parse(grouped, tuned_path), _parse(shipped if isinstance(shipped, dict) else {}, shipped_path))
     made_with = f" (made with {store['versions']})" if tables.shipped and "versions" in store else ""
     _log_once(
+        logging.INFO if tables.tuned or tables.shipped or device.kind != "cpu" else logging.DEBUG,
         f"plans for {device.name}: {len(tables.tuned)} operators tuned on this machine, {len(tables.shipped)} in the "
-        f"table that comes with fmoe{made_with}, others by rule"
+        f"table that comes with fmoe{made_with}, others by rule",
     )
     return tables
 
@@ -144,5 +145,5 @@ def _check_settings(key: str, entry: Entry) -> None:
 
 
 @lru_cache(maxsize=64)
-def _log_once(line: str) -> None:
-    logger.info(line)
+def _log_once(level: int, line: str) -> None:
+    logger.log(level, line)
