@@ -165,7 +165,7 @@ def test_tasks_share_the_budget(caplog):
     assert {key: set(entries) for key, entries in found.items()} == {KEY: {1}, OTHER: {1}}
     assert kept == [(KEY, 1), (OTHER, 1)]
     assert len(done) == 2
-    assert "tuning stopped after its budget of 50 s with 2 of 4 measured; tune again to go on" in caplog.text
+    assert "tuning stopped after its budget of 50.0 s with 2 of 4 measured; tune again to go on" in caplog.text
 
 
 def test_an_operator_that_cannot_be_set_up_is_left_out(caplog):
