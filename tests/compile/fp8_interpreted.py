@@ -94,7 +94,7 @@ def draw_layer(experts, slots, gate_rows, rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", [(1, 7, 3, 1, 1), (4, 3, 2, 2, 0)], ids=str)
+@pytest.mark.parametrize("case", [(1, 7, 3, 1, 1), (3, 3, 2, 1, 0)], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_the_layer_equals_the_formula(path, case, dtype, rng):
     tokens, experts, top_k, slots, gate_rows = case
@@ -113,7 +113,7 @@ def test_the_layer_equals_the_formula(path, case, dtype, rng):
 
 
 @pytest.mark.parametrize("quantised", ["gate_up", "down"])
-@pytest.mark.parametrize("path", [name for name in PATHS if name != "fused"])
+@pytest.mark.parametrize("path", ["slots", "grouped", "sorted"])
 def test_one_stack_may_be_quantised_alone(path, quantised, rng):
     _, w_gate_up, w_down = draw_layer(3, 0, 0, rng, torch.float32)
     exact = dequantise_by_block(w_gate_up, parts=2), dequantise_by_block(w_down)
@@ -150,12 +150,12 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rest", [0, 1, 37])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 137, 200), (2, 131, 256), (16, 9, 449)], ids=str)
+@pytest.mark.parametrize("rest", [0, 7])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 137, 200), (2, 131, 256), (16, 3, 449)], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_projection_equals_the_product(name, shape, rest, dtype, rng):
     tokens, outputs, hidden = shape
-    if rest == 1 or dtype == torch.float16:
+    if dtype == torch.float16:
         tokens, outputs = min(tokens, 3), min(outputs, 9)  # larger ones cost seconds in the interpreter
     x = torch.randn(tokens, hidden, generator=rng).to(dtype)
     fp8 = quantise(outputs, hidden, rng=rng)
@@ -163,7 +163,7 @@ def test_a_projection_equals_the_product(name, shape, rest, dtype, rng):
     if rest:
         fp8 = fp8._replace(rest_MD=torch.randn(rest, hidden, generator=rng).to(dtype))
         exact = torch.cat((exact, fp8.rest_MD.double()))
-    bias = 10 * torch.randn(outputs + rest, generator=rng).to(dtype) if rest == 37 else None
+    bias = 10 * torch.randn(outputs + rest, generator=rng).to(dtype) if rest else None
 
     y = run_linear(x, fp8, SETTINGS[name], bias_N=bias)
 
