@@ -52,7 +52,12 @@ if find_spec("triton"):
     ) -> Tensor:
         _, heads, key_size, value_size = state.shape
         config = DeltaConfig(key_heads, heads, key_size, value_size, w_conv.shape[0], eps)
-        chosen = delta_settings_from_ints(settings)
+        if settings:
+            chosen = delta_settings_from_ints(settings)
+        else:
+            # here and not where the op is called: a graph of any batch must not ask how large this one is
+            target: Target = "hip" if torch.version.hip else "cuda"
+            chosen = default_delta_settings(config, projected.shape[0], target=target)
         return decode_delta_(
             projected, window, state, w_conv, decay, dt_bias, norm, config, chosen, arrivals_BG=arrivals
         )
@@ -105,8 +110,6 @@ def delta_decode_op(
     Returns:
         [B, 1, H * V], the dtype of the projection.
     """
-    target: Target = "hip" if torch.version.hip else "cuda"
-    chosen = settings or default_delta_settings(config, projected_BTN.shape[0], target=target)
     y_BTN: Tensor = torch.ops.fmoe.delta_decode_(
         projected_BTN,
         *cache,
@@ -117,7 +120,7 @@ def delta_decode_op(
         arrivals_BG,
         config.key_heads,
         config.eps,
-        delta_settings_to_ints(chosen),
+        [] if settings is None else delta_settings_to_ints(settings),
     )
     return y_BTN
 

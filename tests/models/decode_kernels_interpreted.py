@@ -1,0 +1,69 @@
+"""Whole models through the decode kernels in Triton's interpreter; test_decode_kernels.py runs this file.
+
+The interpreter is chosen when Triton is imported, for the whole process, hence a process of its own.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fmoe
+from fmoe.compile.decode_choice import add_decode_kernels, choose_tokens_any
+from fmoe.compile.select import choose
+from fmoe.compile.step import compile_steps
+
+from .decode_families import FAMILIES, load_random
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15, 16]]
+CASES = [(name, False) for name in FAMILIES] + [("qwen3_next", True)]
+
+
+@pytest.fixture(autouse=True)
+def small_caches(monkeypatch):
+    """Leave no room behind the tokens: each block of slots is a program, and those take their time here."""
+    monkeypatch.setattr("fmoe.decoding.ROOM", 1)
+
+
+def decode_only(model, *, compiled=False):
+    """The model with nothing but its decode kernels: those of the experts take most of the interpreter's time."""
+    kernels = add_decode_kernels(choose(CPU, compiled=compiled), CPU, torch.float32, "triton")
+    assert kernels.choose_tokens is model.eager.choose.keywords["kernels"].choose_tokens is choose_tokens_any
+    layers = model.architecture.make_layers(model.config, kernels)
+    steps = replace(model.eager, layers=layers)
+    if compiled:
+        steps = compile_steps(
+            layers, steps.logits, device=CPU, backend="aot_eager", start=steps.start, choose=steps.choose, masked=False
+        )
+    return replace(model, eager=steps)
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize(("name", "compiled"), CASES, ids=str)
+def test_a_family_gives_what_the_references_give(name, compiled, logprobs, tmp_path):
+    """Greedy tokens come from the head's kernel, log-probabilities from logits."""
+    options = {"max_new_tokens": 5, "ignore_eos": True, "logprobs": logprobs}
+    expected = fmoe.generate(load_random(tmp_path, name, kernels="reference"), PROMPTS, **options)
+    model = load_random(tmp_path, name, kernels="triton")
+    assert not model.eager.masked and not model.graphs.masked
+
+    found = fmoe.generate(decode_only(model, compiled=compiled), PROMPTS, **options)
+
+    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+    for mine, other in zip(found, expected, strict=True):
+        for step, other_step in zip(mine.logprobs or (), other.logprobs or (), strict=True):
+            assert step.logprob == pytest.approx(other_step.logprob, abs=1e-5)
+
+
+def test_all_kernels_together_as_loaded(tmp_path):
+    prompts = [[5, 6]]
+    expected = fmoe.generate(
+        load_random(tmp_path, "qwen3_next", kernels="reference"), prompts, max_new_tokens=3, ignore_eos=True
+    )
+    found = fmoe.generate(
+        load_random(tmp_path, "qwen3_next", kernels="triton"), prompts, max_new_tokens=3, ignore_eos=True
+    )
+    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
