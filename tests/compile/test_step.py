@@ -1,16 +1,18 @@
 """Compiled steps: the graphs are few, their number does not grow, and no mix of sizes adds one."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from fmoe.architectures import compute_logits
+from fmoe.architectures import compute_logits, start_step
 from fmoe.compile.select import choose
-from fmoe.compile.step import SLOTS, Steps, cache_slots, compile_steps, visible_slots
+from fmoe.compile.step import SLOTS, Cursor, Steps, advance_, cache_slots, compile_steps, visible_slots
 from fmoe.decoding import decode_batch
+from fmoe.functional import append_kv_, apply_rotary, attend, rms_norm
 from fmoe.model import Model
 from fmoe.models import qwen3_next
 from fmoe.options import Defaults, Options
@@ -158,3 +160,55 @@ def test_a_step_never_sees_the_whole_cache_and_always_all_tokens(tokens):
     assert tokens <= visible_slots(tokens) < cache_slots(tokens)
     assert visible_slots(tokens) % SLOTS == 0
     assert visible_slots(tokens) - tokens < SLOTS
+
+
+def make_cursor(*rows):
+    return Cursor(*(torch.tensor(row) for row in rows))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_advance_moves_on_in_place(compiled):
+    layers = {"full": lambda stream, params: stream}
+    steps = compile_steps(layers, lambda x: x, device=CPU, backend="aot_eager", masked=False)
+    advance = steps.advance if compiled else advance_
+    for rows in (1, 4, 3):
+        cursor = make_cursor([9] * rows, list(range(rows)), [5] * rows)
+        parts = list(cursor)
+        check = torch.tensor([1.0, torch.nan, -torch.inf, 2.0][:rows])
+
+        codes = advance(torch.tensor([7, 0, 60, 3][:rows]), check, cursor)
+
+        assert codes.tolist() == [7, -1, -61, 3][:rows]
+        assert [part.tolist() for part in parts] == [[7, 0, 60, 3][:rows], [n + 1 for n in range(rows)], [6] * rows]
+
+
+def test_steps_that_need_no_mask_start_in_a_graph_of_their_own():
+    """Decode at any batch and cache is one graph more, and the mask's width makes none."""
+    model = make_model(4)
+    config = model.config.decoder
+    head = partial(compute_logits, eps=config.eps)
+    kernels = replace(choose(CPU, compiled=True), attend_step=attend_whole)
+    start = partial(start_step, config=config, slots=None)
+    layers = qwen3_next.make_layers(model.config, kernels)
+    steps = compile_steps(layers, head, device=CPU, backend="aot_eager", start=start, masked=False)
+    free = replace(model, graphs=steps)
+    warm_up(free)
+    assert count_graphs()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in ([1], [63], [64, 5], [2, 600, 3]):
+            prompts = draw_prompts(lengths)
+            assert generate(free, steps, prompts) == generate(model, model.eager, prompts)
+
+
+def attend_whole(projected_BTN, norm_HC, cache, placement, /, *, heads, eps, window=None):
+    """The reference of ``attend_step``: no mask comes in, and the whole cache is looked at."""
+    assert placement.mask_BTM is None and window is None
+    B, kv_heads, M, size = cache.k_BJMC.shape
+    sizes = [(heads + kv_heads) * size, kv_heads * size, heads * size]
+    qk_BTN, v_BTN, gate_BTN = projected_BTN.split(sizes, -1)
+    qk_BTHC = rms_norm(qk_BTN.view(B, 1, -1, size), norm_HC, eps=eps)
+    qk_BTHC = apply_rotary(qk_BTHC, placement.cos_BTR, placement.sin_BTR)
+    append_kv_(cache, qk_BTHC[:, :, heads:], v_BTN.view(B, 1, kv_heads, size), placement.positions_BT)
+    mask_BTM = torch.arange(M) <= placement.positions_BT[..., None]
+    return attend(qk_BTHC[:, :, :heads], *cache, mask_BTM).flatten(-2) * gate_BTN.sigmoid()

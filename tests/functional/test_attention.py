@@ -64,6 +64,17 @@ def test_place_tokens(tokens, window, mode):
     assert lengths.tolist() == [6, 0]
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_without_slots_lengths_take_the_place_of_masks(tokens):
+    arguments = torch.tensor([4, 0]), torch.ones(2)
+    placement = place_tokens(*arguments, tokens=tokens, slots=None, dtype=F32, window=3)
+    masked = place_tokens(*arguments, tokens=tokens, slots=M, dtype=F32, window=3)
+
+    assert placement.mask_BTM is None and placement.window_mask_BTM is None
+    assert placement.lengths_B.tolist() == [4 + tokens, tokens] and masked.lengths_B is None
+    assert all(map(torch.equal, placement[:3], masked[:3]))
+
+
 def test_a_window_counts_the_token_itself():
     mask = place_tokens(torch.tensor([4]), torch.ones(1), tokens=2, slots=7, dtype=F32, window=3).window_mask_BTM
 

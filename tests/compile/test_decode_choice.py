@@ -1,0 +1,83 @@
+"""Where the decode kernels are taken, and what their wrappers do with sizes that the kernels do not take."""
+
+import pytest
+import torch
+
+from fmoe.compile import decode_choice
+from fmoe.compile.capabilities import Availability
+from fmoe.compile.decode_choice import add_decode_kernels, add_norm_single, choose_tokens_any
+from fmoe.functional import Kernels, add_rms_norm, attend
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FIELDS = ("attend_step", "attend_lengths", "delta_decode", "add_norm", "choose_tokens")
+
+
+@pytest.fixture
+def with_triton(monkeypatch):
+    monkeypatch.setattr(decode_choice, "probe_triton", lambda device: Availability(True, ""))
+
+
+@pytest.mark.parametrize(("device", "requested"), [(GPU, "auto"), (GPU, "triton"), (GPU, "aiter"), (CPU, "triton")])
+def test_kernels_are_taken_where_triton_runs(device, requested, with_triton):
+    before = Kernels(attend_prefill=len, linear=max)
+
+    kernels = add_decode_kernels(before, device, torch.bfloat16, requested)
+
+    assert all(getattr(kernels, field) is not getattr(before, field) for field in FIELDS)
+    assert (kernels.attend_prefill, kernels.linear, kernels.attend_decode) == (len, max, attend)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "requested"),
+    [
+        (GPU, torch.bfloat16, "reference"),
+        (GPU, torch.float64, "auto"),
+        (CPU, torch.float32, "auto"),
+        (CPU, torch.float32, "aiter"),
+    ],
+    ids=str,
+)
+def test_the_references_stay(device, dtype, requested, with_triton):
+    kernels = Kernels()
+    assert add_decode_kernels(kernels, device, dtype, requested) is kernels
+
+
+def test_the_references_stay_where_triton_cannot_run(monkeypatch):
+    monkeypatch.setattr(decode_choice, "probe_triton", lambda device: Availability(False, "older"))
+    kernels = Kernels()
+    assert add_decode_kernels(kernels, GPU, torch.bfloat16, "auto") is kernels
+
+
+@pytest.mark.parametrize(("tokens", "channels", "called"), [(1, 24, True), (2, 24, False), (1, 16_385, False)])
+def test_norms_of_several_tokens_and_of_long_rows_stay_with_the_reference(tokens, channels, called, monkeypatch, rng):
+    calls = []
+
+    def op(*arguments, **options):
+        calls.append(arguments)
+        return add_rms_norm(*arguments, **options)
+
+    monkeypatch.setattr(decode_choice, "add_rms_norm_op", op)
+    x, branch = torch.randn(2, 3, tokens, channels, generator=rng)
+    weight = torch.rand(channels, generator=rng)
+
+    found = add_norm_single(x, branch, weight, eps=1e-5)
+
+    assert bool(calls) == called
+    assert all(map(torch.equal, found, add_rms_norm(x, branch, weight, eps=1e-5)))
+
+
+def test_more_rows_than_the_head_takes_choose_from_logits(monkeypatch, rng):
+    monkeypatch.setattr(decode_choice, "choose_tokens_op", lambda x, head: "op")
+    x, head = torch.randn(17, 8, generator=rng), torch.randn(30, 8, generator=rng)
+    x[3, 2] = torch.nan
+    assert choose_tokens_any(x[:16], head) == "op"
+
+    tokens_B, best_B = choose_tokens_any(x, head)
+
+    for row in range(17):
+        logits = [sum(a * b for a, b in zip(x[row].tolist(), word, strict=True)) for word in head.tolist()]
+        if row == 3:
+            assert best_B[row].isnan() and 0 <= tokens_B[row] < 30
+        else:
+            assert tokens_B[row] == max(range(30), key=logits.__getitem__)
+            assert best_B[row].item() == pytest.approx(max(logits), abs=1e-5)
