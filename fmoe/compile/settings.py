@@ -17,11 +17,27 @@ PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted")
 # for a program, or AMD's.
 Target = Literal["cuda", "hopper", "hip"]
 HOPPER = ("sm_90", "sm_100", "sm_103")
+HIP_FP8 = ("gfx950", "gfx12")  # whose FP8 is that of the checkpoints; gfx942 reads e4m3fnuz
+CUDA_FP8 = 89  # the first with it
 
 
 def find_target(kind: str, arch: str, /) -> Target:
     """Name the target of a device of kind ``cuda`` or ``hip`` and an architecture such as ``sm_90``."""
     return "hip" if kind == "hip" else "hopper" if arch in HOPPER else "cuda"
+
+
+def why_not_fp8(kind: str, arch: str, /) -> str:
+    """Say why kernels of a device cannot read float8_e4m3fn, or nothing.
+
+    Args:
+        kind: ``cuda``, ``hip`` or ``cpu``.
+        arch: such as ``sm_90`` or ``gfx950``; nothing is said of what is not known.
+    """
+    if kind == "hip" and arch and not arch.startswith(HIP_FP8):
+        return f"{arch} reads FP8 of another form than float8_e4m3fn, gfx950 is the first with it; dequantise on load"
+    if kind == "cuda" and arch and int(arch.removeprefix("sm_")) < CUDA_FP8:
+        return f"{arch} has no FP8, sm_{CUDA_FP8} is the first with it; dequantise on load"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing; unset TRITON_INTERPRET", allow_module_level=True)
 
 from fmoe.compile.kernels import Settings, Tile, default_settings, run_moe_layer
-from fmoe.compile.kernels.fp8 import why_not_fp8
 from fmoe.compile.kernels.linear import LinearSettings, default_linear_settings, run_linear
 from fmoe.compile.kernels.offline import compile_launch, empty_weight, find_misfits, record_layer, recorded_launches
 from fmoe.compile.linear_ops import linear_planned
 from fmoe.compile.ops import compute_experts_op, compute_moe_op, encode_plans, rule_to_numbers
 from fmoe.compile.plan import Device, Plan, Row, linear_key, make_plan, moe_key, select_implementation
+from fmoe.compile.settings import why_not_fp8
 from fmoe.functional import MoEParams, RouterConfig, Routing, compute_experts_grouped, route_and_compute
 from fmoe.functional.quant import FP8, Fp8, dequantize, linear
 

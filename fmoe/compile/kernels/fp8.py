@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fmoe.functional.quant import BLOCK, FP8, Fp8, Weight, count_blocks, weight_shape
 
+from ..settings import why_not_fp8
+
 SIDE = tl.constexpr(BLOCK)
 ROWS = 64  # of one program that dequantises
-HIP_ARCHS = ("gfx950", "gfx12")  # whose FP8 is that of the checkpoints; gfx942 reads e4m3fnuz
 
 
 @triton.jit
@@ -62,21 +63,6 @@ def split_weight(w: Weight, /) -> tuple[Tensor, Tensor | None]:
 def take_outer(w: Weight, part: slice, /) -> Weight:
     """Give some matrices of a stack."""
     return Fp8(w.w[part], w.scale[part]) if isinstance(w, Fp8) else w[part]
-
-
-@lru_cache(maxsize=64)
-def why_not_fp8(kind: str, arch: str, /) -> str:
-    """Say why kernels of a device cannot read float8_e4m3fn, or nothing.
-
-    Args:
-        kind: ``cuda``, ``hip`` or ``cpu``.
-        arch: such as ``sm_90`` or ``gfx950``; nothing is said of what is not known.
-    """
-    if kind == "hip" and arch and not arch.startswith(HIP_ARCHS):
-        return f"{arch} reads FP8 of another form than float8_e4m3fn, gfx950 is the first with it; dequantise on load"
-    if kind == "cuda" and arch and int(arch.removeprefix("sm_")) < 89:
-        return f"{arch} has no FP8, sm_89 is the first with it; dequantise on load"
-    return ""
 
 
 @lru_cache(maxsize=64)

@@ -24,8 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fmoe.functional.quant import FP8, Fp8, Weight, count_blocks
 from fmoe.functional.routing import RouterConfig
 
-from ..settings import Settings
-from .fp8 import why_not_fp8
+from ..settings import Settings, why_not_fp8
 from .layer import run_moe_layer
 
 TARGETS = {
