@@ -103,7 +103,7 @@ def find_weights(params: Any, router: RouterConfig | None, keys: Sequence[Key], 
         if isinstance(layer.mlp, MoEParams) and router is not None and isinstance(layer.mlp.w_down_EDF, Tensor):
             found.get(_moe_key(layer.mlp, router), []).append(layer.mlp)
     for _, tensor in named_tensors(params):
-        if tensor.dim() == 2:
+        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
             found.get(linear_key(tensor.shape[0], tensor.shape[1], tensor.dtype), []).append(tensor)
     return {key: weights for key, weights in found.items() if weights}
 

@@ -18,7 +18,7 @@ from fmoe.compile.plan_tables import read_tables
 from fmoe.compile.probing import SelfTest, probe
 from fmoe.compile.select import Decision, Requested, connect_aiter, decide, list_allowed
 from fmoe.functional.moe import MoEParams
-from fmoe.functional.quant import Fp8, weight_dtype, weight_shape
+from fmoe.functional.quant import Fp8, Weight, weight_dtype, weight_shape
 
 from .architectures import FamilyConfig, Params
 
@@ -45,16 +45,17 @@ def list_keys(params: Params, config: FamilyConfig, /) -> list[Key]:
             sizes = (experts, router.top_k, stacked - experts, rows - experts, hidden, width)
             keys[moe_key(*sizes, weight_dtype(layer.mlp.w_down_EDF))] = None
         for weights in _find_projections(layer):
-            keys[linear_key(weights.shape[0], weights.shape[1], weights.dtype)] = None
+            rows, columns = weight_shape(weights)
+            keys[linear_key(rows, columns, weight_dtype(weights))] = None
     return list(keys)
 
 
-def _find_projections(values: object) -> Iterable[torch.Tensor]:
-    """Find the matrices of a layer outside its routed experts; what is too small to matter is none, nor what is FP8."""
+def _find_projections(values: object) -> Iterable[Weight]:
+    """Find the matrices of a layer outside its routed experts; what is too small to matter is none."""
     if isinstance(values, MoEParams):
         yield from _find_projections(values.shared)
     elif isinstance(values, Fp8):
-        return  # the one function that reads it is the reference
+        yield values
     elif isinstance(values, torch.Tensor):
         if values.dim() == 2 and min(values.shape) >= SMALLEST:
             yield values

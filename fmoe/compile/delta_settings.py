@@ -69,8 +69,8 @@ def default_delta_settings(config: DeltaConfig, batch: int, /, *, target: Target
     if batch * config.key_heads < MANY:
         tile = TILE if rows * values <= TILE else TILE // 2
     columns = min(values, max(tile // rows, 1))
-    lanes = 32 if target == "cuda" else 64
-    return DeltaSettings(0, columns, min(max(rows * columns // (64 * lanes), 1), 512 // lanes))
+    lanes = 64 if target == "hip" else 32
+    return DeltaSettings(0, columns, min(max(rows * columns // 4096, 1), 512 // lanes))
 
 
 def _round_up(size: int) -> int:

@@ -89,17 +89,22 @@ def default_linear_settings(
         LinearSettings.
     """
     wide = dtype.itemsize > 2
+    if dtype.itemsize == 1 and tokens == 1 and target != "hip":
+        pdl = target == "hopper"
+        if outputs >= 4 * PROGRAMS * 2:
+            return LinearSettings(16, 128, 2, 5, 1, dot=False, pdl=pdl)
+        return LinearSettings(4, min(2048, _round_up(hidden)), 8, 1, 1, dot=False, pdl=pdl)
     if tokens <= 1 or tokens * outputs <= FEW_OUTPUTS:
         rows = next((rows for rows in (8, 4, 2) if tokens * outputs >= rows * PROGRAMS), 1)
         depth = min((2 * BLOCK if dtype.itemsize == 1 else BLOCK) // rows, _round_up(hidden))
-        return LinearSettings(rows, depth, 4, 4 if target == "cuda" else 2, 1, dot=False, pdl=False)
+        return LinearSettings(rows, depth, 4, 2 if target == "hip" else 4, 1, dot=False, pdl=False)
     rows = next((rows for rows in (64, 32) if outputs >= rows * PROGRAMS // 2), 16)
-    depth = (64 if wide else 128) * (2 if rows == 16 and target == "cuda" and dtype.itemsize > 1 else 1)
+    depth = (64 if wide else 128) * (2 if rows == 16 and target != "hip" and dtype.itemsize > 1 else 1)
     programs = -(-outputs // rows)
     splits = 1
     while programs * splits < PROGRAMS // 8 and hidden >= 2 * splits * 512:
         splits *= 2
-    stages = 4 if target == "cuda" else 2
+    stages = 2 if target == "hip" else 4
     return LinearSettings(rows, depth, 4, stages, splits, dot=True, pdl=False)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from .linear_settings import MAX_TOKENS, default_linear_settings, linear_to_ints
-from .settings import PATHS, Target, default_settings, find_target, settings_to_ints
+from .settings import PATHS, default_settings, find_target, settings_to_ints
 
 # How an operator runs. Of "moe": per_slot, loop, dense and grouped are the functions of functional/experts.py;
 # triton is the kernels; apart and beside are the kernels with the shared experts as a dense MLP, after the routed ones
@@ -234,7 +234,7 @@ def _default_linear(
     """Leave to the library what it reads, all but FP8 blocks."""
     if "triton" in allowed and key.dtype == FP8:
         dtype: torch.dtype = getattr(torch, key.dtype)
-        target: Target = "hip" if device.kind == "hip" else "cuda"
+        target = find_target(device.kind, device.arch)
         outputs, hidden = key.sizes
         return "triton", tuple(linear_to_ints(default_linear_settings(tokens, outputs, hidden, dtype, target)))
     return ("library" if "library" in allowed else allowed[0]), ()

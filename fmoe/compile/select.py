@@ -34,14 +34,14 @@ from .ops import (
     delta_chunked_op,
     encode_plans,
 )
-from .plan import Implementation, Key, Plan
+from .plan import FP8, Implementation, Key, Plan
 from .probing import probe_triton
 
 Requested = Literal["auto", "reference", "triton", "aiter"]
 Kind = Literal["reference", "triton", "aiter"]
 
-# Dtypes that the Triton kernels read.
-KERNEL_DTYPES = ("bfloat16", "float16", "float32")
+# Dtypes that the Triton kernels read. FP8 is kept at loading only where a device has it.
+KERNEL_DTYPES = ("bfloat16", "float16", "float32", FP8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,8 @@ def list_allowed(
     wanted = not reason and requested != "reference" and (requested == "triton" or device.type != "cpu")
     if key.operator == "linear":
         return ("library", "triton") if wanted else ("library",)
+    if wanted and key.dtype == FP8:
+        return ("triton",)  # every other way dequantises whole stacks first
     apart: tuple[Implementation, ...] = ("apart", "beside") if key.sizes[2] else ()
     kernels: tuple[Implementation, ...] = ("triton", *apart) if wanted else ()
     functions: tuple[Implementation, ...] = () if requested == "triton" else ("per_slot", "loop", "dense", "grouped")

@@ -153,7 +153,7 @@ def default_settings(
     """
     if dtype.itemsize == 1:
         like = default_settings(tokens, experts, top_k, slots, hidden, width, torch.bfloat16, target=target)
-        return _narrow(like, hidden, width, target)
+        return _narrow(like, width, target)
     pairs_per_expert = tokens * top_k / experts
     wide = dtype.itemsize > 2
     if tokens == 1:
@@ -213,12 +213,13 @@ def _sorted(pairs_per_expert: float, *, wide: bool, target: Target) -> Settings:
     return Settings(path="sorted", router=router, gate_up=tile, down=tile)
 
 
-def _narrow(settings: Settings, hidden: int, width: int, target: Target) -> Settings:
+def _narrow(settings: Settings, width: int, target: Target) -> Settings:
     """Change the experts' blocks to those for weights of one byte: deeper vectors; tiles within a block of factors."""
     stages = 2 if target == "hip" else 4
-    gate_up, down = (Tile(1, 8, next((k for k in (512, 256) if n % k == 0), 128), 4, stages) for n in (hidden, width))
+    down = Tile(1, 8, next((k for k in (512, 256) if width % k == 0), 128), 4, stages)
     if settings.path == "slots":
-        return replace(settings, gate_up=gate_up, down=down)
+        router, gate_up = Tile(0, 1, 2048, 4, 2), Tile(1, 8, 256, 2, stages)
+        return replace(settings, router=router, gate_up=gate_up, down=down, fuse_choice=False)
     depth = 128 if settings.path == "grouped" else 64
     block = settings.gate_up.tokens
     tile = Tile(block, 64, depth, 8 if block == 128 else 4, 1 if target == "hip" else 3)

@@ -62,7 +62,7 @@ def test_default_settings_of_layers_fit(shape, target):
         misfits += find_misfits(launches, target)
         names |= {launch.kernel.__name__ for launch in launches}
     assert misfits == []
-    assert {"gate_up_choosing", "down_token", "gate_up_sorted", "down_sorted"} <= names
+    assert {"gate_up_slots", "down_token", "gate_up_sorted", "down_sorted"} <= names
 
 
 def linear_launches(tokens, outputs, hidden, settings, *, rest=0):
@@ -94,7 +94,7 @@ def test_dependent_launch_and_fetching_ahead_compile():
 
 def test_a_device_with_another_fp8_is_refused_by_name():
     launch = layer_launches("partial", 1, "gfx950")[0]
-    message = "gate_up_choosing does not compile for gfx942: gfx942 reads FP8 of another form than float8_e4m3fn"
+    message = "gate_up_slots does not compile for gfx942: gfx942 reads FP8 of another form than float8_e4m3fn"
     with pytest.raises(NotImplementedError, match=message):
         compile_launch(launch, "gfx942")
 

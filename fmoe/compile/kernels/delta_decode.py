@@ -186,7 +186,8 @@ def delta_token(
         o_i = tl.arange(0, BLOCKS)[None, :, None]
         blocks = tl.zeros((RP, BLOCKS, BV), tl.float32)
         v_blocks = tl.reshape(v, (RP, BLOCKS, BV))
-        for i in range((V + BV - 1) // BV):
+        # One stage: the compiler's prefetch of such tiles gave wrong sums (sm_90, two value heads, 32 columns).
+        for i in tl.range(0, (V + BV - 1) // BV, num_stages=1):
             inside = inside_rk & (i * BV + o_c < V)[None, None, :]
             s = load_state(at + i * BV, inside, EVEN)
             v_block = tl.sum(tl.where(o_i == i, v_blocks, 0.0), 1)
