@@ -1,7 +1,6 @@
 """Which kernels run one token of each sequence: attention, DeltaNet, residual with norm, and the choice of a token."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from fmoe.functional.norm import add_rms_norm
 from fmoe.functional.sampling import sample_greedy
 
 from .attend_ops import attend_lengths_op, attend_step_op_
-from .delta_ops import add_rms_norm_op, delta_decode_op, launches_dependent
+from .delta_ops import add_rms_norm_op, delta_decode_op
 from .head_ops import choose_tokens_op
 from .probing import probe_triton
 
@@ -36,23 +35,20 @@ def add_decode_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtyp
     unwanted = requested == "reference" or (device.type == "cpu" and requested != "triton")
     if unwanted or dtype not in DTYPES or not probe_triton(device).can_run:
         return kernels
-    pdl = launches_dependent(device)  # 1.0 us against 1.5 for the norm on an H200
     return replace(
         kernels,
         attend_step=attend_step_op_,
         attend_lengths=attend_lengths_op,
         delta_decode=delta_decode_op,
-        add_norm=partial(add_norm_single, pdl=pdl),
+        add_norm=add_norm_single,
         choose_tokens=choose_tokens_any,
     )
 
 
-def add_norm_single(
-    x_BTD: Tensor, branch_BTD: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
+def add_norm_single(x_BTD: Tensor, branch_BTD: Tensor, weight_D: Tensor, /, *, eps: float) -> tuple[Tensor, Tensor]:
     """``add_rms_norm``, in one launch for T = 1; several tokens keep the reference, which the compiler fuses."""
     if x_BTD.shape[1] == 1 and x_BTD.shape[-1] <= MOST_CHANNELS:
-        return add_rms_norm_op(x_BTD, branch_BTD, weight_D, eps=eps, pdl=pdl)
+        return add_rms_norm_op(x_BTD, branch_BTD, weight_D, eps=eps)
     return add_rms_norm(x_BTD, branch_BTD, weight_D, eps=eps)
 
 

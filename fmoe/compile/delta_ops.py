@@ -6,8 +6,6 @@ fmoe/functional that they replace.
 Letters: B sequences, T tokens, D hidden, W taps, N channels, G key heads, H value heads, K key and V value channels.
 """
 
-from dataclasses import replace
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -25,14 +23,6 @@ from .delta_settings import (
 from .settings import Target
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
-
-
-@cache
-def launches_dependent(device: torch.device) -> bool:
-    """Say whether a device has programmatic dependent launch."""
-    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 if find_spec("triton"):
@@ -69,8 +59,6 @@ if find_spec("triton"):
             # here and not where the op is called: a graph of any batch must not ask how large this one is
             target: Target = "hip" if torch.version.hip else "cuda"
             chosen = default_delta_settings(config, projected.shape[0], target=target)
-            # 6.4 us against 8.0 on an H200. In a model a projection runs between two launches that write one cache.
-            chosen = replace(chosen, pdl=launches_dependent(projected.device))
         return decode_delta_(
             projected, window, state, w_conv, decay, dt_bias, norm, config, chosen, arrivals_BG=arrivals
         )

@@ -14,6 +14,9 @@ TILE = 32768  # elements of the state that one program holds at most: 64 registe
 MANY = 256  # programs from which on several run on one multiprocessor
 
 
+LEAST_COLUMNS = 64  # blocks of 32 columns of two heads gave wrong sums on sm_90 where the compiler prefetched them
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaSettings:
     """What the launch function of DeltaNet decode leaves open.
@@ -68,7 +71,8 @@ def default_delta_settings(config: DeltaConfig, batch: int, /, *, target: Target
     tile = TILE // 4
     if batch * config.key_heads < MANY:
         tile = TILE if rows * values <= TILE else TILE // 2
-    columns = min(values, max(tile // rows, 1))
+    least = 1 if target == "hip" else LEAST_COLUMNS
+    columns = min(values, max(tile // rows, least))
     lanes = 64 if target == "hip" else 32
     return DeltaSettings(0, columns, min(max(rows * columns // 4096, 1), 512 // lanes))
 
