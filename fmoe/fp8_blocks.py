@@ -65,7 +65,8 @@ def plan_blocks(
     rest = list(pieces[len(quantised) :])
     if any(f"{piece.name}{SCALE}" in stored for piece in rest) or not quantised:
         return MIXED
-    shape, moved = tuple(shape), ()
+    shape = tuple(shape)
+    moved: tuple[Piece, ...] = ()
     if rest:
         boxes = [_try_select(shape, piece) for piece in rest]
         if parts > 1 or len(shape) != 2 or any(box is None for box in boxes):
