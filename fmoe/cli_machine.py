@@ -18,9 +18,9 @@ from .cli_options import (
 )
 from .doctor import diagnose, format_diagnosis
 from .model import load
-from .plan_search import BATCH_SIZES, BUDGET_S, KEY_BUDGET_S, MAX_TOKENS
+from .plan_search import BATCH_SIZES, BUDGET_S, KEY_BUDGET_S, MAX_TOKENS, Search
 from .planning import format_plans
-from .tuning import export_tuned, tune
+from .tuning import check_export, export_tuned, tune
 
 
 def _read_sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -66,6 +66,10 @@ def tune_command(
     **options: Any,
 ) -> None:
     """Measure what a model's operators run best with here; later loads take it from the cache."""
+    # Both are said here, too, because loading a large model and measuring take minutes.
+    Search(batch_sizes, max_tokens, budget, key_budget)
+    if out is not None:
+        check_export(out)
     loading_options, _ = split_options(options)
     progress = quiet_progress(quiet)
     model = load(path, progress=progress, **loading_options)

@@ -41,6 +41,7 @@ from fmoe.functional.quant import weight_dtype, weight_shape
 from fmoe.functional.routing import RouterConfig
 
 from .loading import named_tensors
+from .options import is_integer
 
 LOG = logging.getLogger("fmoe")
 
@@ -70,11 +71,11 @@ class Search:
     force: bool = False
 
     def __post_init__(self) -> None:
-        for size in (*self.batch_sizes, self.max_tokens):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"batch_sizes={self.batch_sizes} and max_tokens={self.max_tokens} must be integers of at least 1"
-                )
+        sizes = self.batch_sizes
+        if not isinstance(sizes, tuple) or not all(is_integer(size) and size >= 1 for size in sizes):
+            raise ValueError(f"batch_sizes={sizes!r} must be integers >= 1, such as (1, 8)")
+        if not is_integer(self.max_tokens) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens!r} must be an int >= 1")
         for name in ("budget_s", "key_budget_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:

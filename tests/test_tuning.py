@@ -4,18 +4,21 @@ import json
 import logging
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
+from click.testing import CliRunner
 
 import fmoe
 from fmoe import plan_search
+from fmoe.cli_machine import tune_command
 from fmoe.compile import plan_tables
 from fmoe.compile.device import describe_device
 from fmoe.compile.plan import Entry, linear_key, moe_key
-from fmoe.compile.plan_tables import read_tables, tuned_file, write_entries
+from fmoe.compile.plan_tables import format_table, read_tables, tuned_file, write_entries
 from fmoe.functional import Kernels, moe_layer
 from fmoe.plan_search import Search, find_weights, list_buckets, make_run, search_plans
-from fmoe.tuning import export_tuned, tune
+from fmoe.tuning import check_export, export_tuned, tune
 
 FUNCTIONS = {"per_slot", "loop", "dense", "grouped"}
 CPU = torch.device("cpu")
@@ -113,6 +116,74 @@ def test_export(demo, tmp_path):
     assert list(store["entries"][str(moe_plan(demo).key)]) == ["1", "4", "32"]
 
 
+@pytest.mark.parametrize("text", [
+    "a letter", "[]", "3", "[" * 99999,
+    '{"entries": 3}', '{"entries": {"moe": 3}}', '{"entries": {"moe": {"one": {}}}}',
+], ids=lambda text: text[:40])  # fmt: skip
+def test_an_export_leaves_other_files_alone(demo, tmp_path, text):
+    path = tmp_path / "letter.json"
+    path.write_text(text)
+    write_entries(describe_device(CPU), moe_plan(demo).key, {1: Entry("loop", (), 1.0)})
+    with pytest.raises(ValueError, match=r"letter\.json holds something else than a table of fmoe's, and is left"):
+        export_tuned(demo, path)
+    assert path.read_text() == text
+
+
+def test_an_export_keeps_the_tables_of_devices_apart(demo, tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(text := format_table("NVIDIA H200", "torch 2.13.0", {}))
+    write_entries(describe_device(CPU), moe_plan(demo).key, {1: Entry("loop", (), 1.0)})
+    with pytest.raises(ValueError, match=r"table\.json is a table of NVIDIA H200, and this device is .*; name another"):
+        export_tuned(demo, path)
+    assert path.read_text() == text
+
+
+def test_an_export_adds_to_a_table(demo, tmp_path):
+    path, device = tmp_path / "table.json", describe_device(CPU)
+    path.write_text(format_table(device.name, device.versions, {"other": {"1": {}}}))
+    write_entries(device, moe_plan(demo).key, {1: Entry("loop", (), 1.0)})
+    export_tuned(demo, path)
+    assert set(json.loads(path.read_text())["entries"]) == {"other", str(moe_plan(demo).key)}
+
+
+def test_an_export_says_why_nothing_was_kept(demo, cache, tmp_path):
+    cache.write_text("")
+    tuned = tune(demo, **QUICK)
+    with pytest.raises(RuntimeError, match=r"could not be kept in .*cache.*; set FMOE_CACHE_DIR to a folder"):
+        export_tuned(tuned, tmp_path / "table.json")
+    assert not (tmp_path / "table.json").exists()
+
+
+def test_places_of_tables_are_checked(demo, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*absent for the table; make it first"):
+        check_export(tmp_path / "absent" / "table.json")
+    with pytest.raises(ValueError, match=r"the table's place .* is a folder; name a file in it, such as .*table\.json"):
+        check_export(tmp_path)
+    for path in (None, 3, b"table.json"):
+        with pytest.raises(ValueError, match=rf"path={path!r} must name the file of a table"):
+            export_tuned(demo, path)
+    with pytest.raises(ValueError, match=r"model must come from fmoe.load, got NoneType"):
+        export_tuned(None, tmp_path / "table.json")
+    assert check_export(tmp_path / "table.json") == {}
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--out", "absent/table.json"), "absent for the table; make it first"),
+    (("--budget", "nan"), "budget_s=nan must be a number of seconds"),
+    (("--max-tokens", "0"), "max_tokens=0 must be an int >= 1"),
+    (("--batch-sizes", "-1"), "batch_sizes=(-1,) must be integers >= 1"),
+], ids=str)  # fmt: skip
+def test_the_command_refuses_before_it_loads(arguments, message, tmp_path, monkeypatch):
+    def load(*arguments, **options):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("fmoe.cli_machine.load", load)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(tune_command, ("--model", "demo", *arguments))
+    assert message in done.output
+    assert done.exit_code == 1
+
+
 def test_shipped_entries_are_used_and_tried(demo, monkeypatch, tmp_path):
     monkeypatch.setattr(plan_tables, "TABLES", tmp_path)
     key, device = moe_plan(demo).key, describe_device(CPU)
@@ -128,12 +199,23 @@ def test_a_model_is_needed():
         tune("demo")
 
 
-@pytest.mark.parametrize("options", [
-    {"batch_sizes": (0,)}, {"batch_sizes": (1.5,)}, {"max_tokens": 0}, {"max_tokens": True},
+@pytest.mark.parametrize(("options", "message"), [
+    ({"batch_sizes": (0,)}, r"batch_sizes=\(0,\) must be integers >= 1, such as \(1, 8\)"),
+    ({"batch_sizes": (1.5,)}, r"batch_sizes=\(1\.5,\) must be integers"),
+    ({"batch_sizes": 4}, r"batch_sizes=4 must be integers"),
+    ({"batch_sizes": None}, r"batch_sizes=None must be integers"),
+    ({"max_tokens": 0}, r"max_tokens=0 must be an int >= 1"),
+    ({"max_tokens": True}, r"max_tokens=True must be an int >= 1"),
+    ({"max_tokens": "8"}, r"max_tokens='8' must be an int >= 1"),
 ], ids=str)  # fmt: skip
-def test_sizes_are_checked(demo, options):
-    with pytest.raises(ValueError, match=r"batch_sizes=.* and max_tokens=.* must be integers of at least 1"):
+def test_sizes_are_checked(demo, options, message):
+    with pytest.raises(ValueError, match=message):
         tune(demo, **options)
+
+
+def test_sizes_of_numpy_are_sizes(demo):
+    sizes = numpy.array([1, 3])
+    assert tune(demo, batch_sizes=sizes, max_tokens=numpy.int64(40), budget_s=0.0).plans == demo.plans
 
 
 @pytest.mark.parametrize("name", ["budget_s", "key_budget_s"])
