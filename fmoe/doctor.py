@@ -18,7 +18,7 @@ from fmoe.compile.plan_tables import read_tables, shipped_file, tuned_file
 from fmoe.compile.probing import SelfTest, probe
 from fmoe.compile.select import Decision
 
-from .architectures import find_architecture
+from .architectures import FamilyConfig, Params, find_architecture
 from .checkpoint import config_dtype, open_checkpoint
 from .loading import count_params, make_meta_params
 from .model import find_folder, text_config
@@ -113,6 +113,9 @@ def diagnose(
         ValueError, NotImplementedError: the model's config.json is not supported.
     """
     where = resolve_device(device)
+    # What was asked for comes first: trying AITER out takes minutes.
+    checked = None if checkout is None else check_checkout(Path(checkout), SYMBOLS)
+    described = None if model is None else _describe_model(model, dtype, where)
     found = probe(where, fresh=True, selftest=selftest or show_selftest(progress))
     return Diagnosis(
         fmoe=version("fmoe"),
@@ -124,8 +127,8 @@ def diagnose(
         rows=tuple(list_rows(found)),
         advice=ELSEWHERE if found.device_type == "cpu" and not found.aiter.present else (),
         levels=tuple(_list_levels(where)),
-        model=None if model is None else _plan_model(model, dtype, where, found),
-        checkout=None if checkout is None else check_checkout(Path(checkout), SYMBOLS),
+        model=None if described is None else _plan_model(*described, where, found),
+        checkout=checked,
     )
 
 
@@ -164,7 +167,10 @@ def _list_levels(device: torch.device) -> Iterable[Level]:
     yield Level("rule", "", 0, "")
 
 
-def _plan_model(path: str | Path, dtype: str, device: torch.device, found: Capabilities) -> ModelPart:
+def _describe_model(
+    path: str | Path, dtype: str, device: torch.device
+) -> tuple[Path, torch.dtype, FamilyConfig, Params]:
+    """Read what a folder says about a model; the parameters are on the meta device."""
     folder = find_folder(path)
     checkpoint = open_checkpoint(folder) if any(folder.glob("*.safetensors")) else open_config(folder)
     architecture = find_architecture(checkpoint.config)
@@ -174,10 +180,20 @@ def _plan_model(path: str | Path, dtype: str, device: torch.device, found: Capab
     stored = config_dtype(checkpoint.config) or torch.bfloat16
     count, _ = count_params(make_meta_params(build, dtype=stored, names=names))
     resolved = resolve_dtype(dtype, stored=stored, num_params=count, device=device)
-    params = make_meta_params(build, dtype=resolved, names=names)
+    return folder, resolved, config, make_meta_params(build, dtype=resolved, names=names)
+
+
+def _plan_model(
+    folder: Path,
+    dtype: torch.dtype,
+    config: FamilyConfig,
+    params: Params,
+    device: torch.device,
+    found: Capabilities,
+) -> ModelPart:
     decision: Decision = decide_for(params, config, found, requested="auto")
     plans = plan_layers(list_keys(params, config), device, requested=decision.requested, tune="cached")
-    return ModelPart(str(folder), str(resolved).removeprefix("torch."), decision.lines, plans)
+    return ModelPart(str(folder), str(dtype).removeprefix("torch."), decision.lines, plans)
 
 
 def format_diagnosis(found: Diagnosis, /) -> str:

@@ -175,6 +175,16 @@ def test_what_is_no_checkout_or_no_folder(tmp_path):
         diagnose(device="cpu", model=tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("options", [{"model": "nothing"}, {"checkout": "nothing"}], ids=str)
+def test_wrong_folders_are_named_before_aiter_is_tried_out(options, install):
+    def refuse(record, device):
+        raise AssertionError("tried out")
+
+    install()
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        diagnose(device="cpu", selftest=refuse, **options)
+
+
 def test_no_model_is_loaded_and_no_process_started(monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("a process was started")
