@@ -23,6 +23,7 @@ from .decoding import Token, decode_batch, new_state, prefill
 from .loading import count_params, named_tensors
 from .model import Model, choose_steps
 from .options import Options, is_integer, resolve_options
+from .random_weights import MOST_SEED
 
 LOG = logging.getLogger("fmoe")
 
@@ -54,11 +55,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "prefill_tokens"):
-            if not all(is_integer(value) and value >= 1 for value in getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be integers >= 1")
+            values = getattr(self, name)
+            if not isinstance(values, Sequence) or not all(is_integer(value) and value >= 1 for value in values):
+                raise ValueError(f"{name}={values!r} must be integers >= 1, such as (1, 8)")
         for name in ("context", "new_tokens", "repetitions"):
             if not is_integer(value := getattr(self, name)) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an int >= 1")
+        if not is_integer(self.seed) or not 0 <= self.seed <= MOST_SEED:
+            raise ValueError(f"seed={self.seed!r} must be an int in 0..{MOST_SEED}")
 
     @property
     def decode_tokens(self) -> int:

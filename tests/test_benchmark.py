@@ -259,6 +259,10 @@ def test_no_command_waits_for_matplotlib() -> None:
         ({"context": 0}, "context=0 must be an int >= 1"),
         ({"new_tokens": True}, "new_tokens=True must be an int >= 1"),
         ({"repetitions": -1}, "repetitions=-1 must be an int >= 1"),
+        ({"batch_sizes": 4}, r"batch_sizes=4 must be integers >= 1, such as \(1, 8\)"),
+        ({"prefill_tokens": None}, "prefill_tokens=None must be integers >= 1"),
+        ({"seed": "x"}, r"seed='x' must be an int in 0\.\."),
+        ({"seed": -1}, r"seed=-1 must be an int in 0\.\."),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
