@@ -3,6 +3,7 @@
     python -m bench                        decode and prefill against transformers
     python -m bench --quick --only tiny    fewer samples, one model
     python -m bench load-memory            peak memory of loading; further arguments are its own
+    python -m bench moe-peers              one MoE layer against transformers and plain torch; as above
     python -m bench probe-cost             what the AITER boundary costs without AITER; as above
     python -m bench tuned                  what tuning chose against the rule, in turns; as above
 
@@ -30,7 +31,12 @@ import fmoe
 from .decode import FULL, OURS, QUICK, Result, all_cases, run_cases, select_cases
 from .measure import CLOCKS
 
-SCRIPTS = {"load-memory": "bench.load_memory", "tuned": "bench.tuned", "probe-cost": "bench.probe_cost"}
+SCRIPTS = {
+    "load-memory": "bench.load_memory",
+    "moe-peers": "bench.moe_peers",
+    "tuned": "bench.tuned",
+    "probe-cost": "bench.probe_cost",
+}
 HEADER = f"{'case':32} {'fmoe':>9} {'peer':>9}  {'ratio (quartiles)':20} {'target':>6}  peer is"
 
 
