@@ -106,7 +106,9 @@ def export_table(device: Device, path: Path, /, *, keys: Iterable[Key] | None = 
     new = {key: {str(t): entry_to_json(entry) for t, entry in entries.items()} for key, entries in measured.items()}
     merged = {key: kept.get(key, {}) | new.get(key, {}) for key in sorted({*kept, *new})}
     merged = {key: {t: entries[t] for t in sorted(entries, key=int)} for key, entries in merged.items()}
-    path.write_text(format_table(device.name, device.versions, merged))
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(format_table(device.name, device.versions, merged))
+    part.replace(path)
 
 
 def format_table(device: str, versions: str, entries: Mapping[str, Mapping[str, Any]], /) -> str:

@@ -97,7 +97,7 @@ def decide(
     """
     without_triton = why_not_triton(key, capabilities.triton)
     if requested == "triton" and without_triton:
-        raise RuntimeError(f"kernels='triton' cannot run here: {without_triton}")
+        raise RuntimeError(f"kernels='triton' cannot run here: {without_triton}; use kernels='auto'")
     if key is None:
         if requested == "aiter":
             raise RuntimeError("kernels='aiter' cannot run here: the model has no experts; use kernels='auto'")
@@ -199,7 +199,7 @@ def list_allowed(
         return ("aiter",)
     reason = why_not_triton(key, probe_triton(device) if triton is None else triton)
     if requested == "triton" and reason:
-        raise RuntimeError(f"kernels='triton' cannot run here: {reason}")
+        raise RuntimeError(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
     wanted = not reason and requested != "reference" and (requested == "triton" or device.type != "cpu")
     if key.operator == "linear":
         return ("library", "triton") if wanted else ("library",)
