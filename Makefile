@@ -20,6 +20,10 @@ VENV = .venv
 CONSTRAINTS = $(if $(filter .venv,$(VENV)),constraints.txt)
 ARGS =
 
+# Tests run in this many processes, each on one thread, since a small model leaves a second core idle.
+# JOBS=0 runs them in this one, as a debugger needs it.
+JOBS = 2
+
 PROMPT = In the beginning
 TOKENS = 64
 
@@ -27,6 +31,7 @@ TOKENS = 64
 TRITON = triton==3.6.0
 
 RUN = $(VENV)/bin/python
+PYTEST = -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS))
 # A stamp carries a checksum of this folder's path: an installation points at its checkout, so a
 # checkout that was moved is set up anew.
 STAMP := .fmoe-$(firstword $(shell pwd | cksum))
@@ -39,10 +44,10 @@ demo: $(VENV)/$(STAMP)-run
 	@$(RUN) -m fmoe generate --model demo '$(subst ','\'',$(PROMPT))' --max-new-tokens $(TOKENS) --temperature 0.8 --top-p 0.95 $(ARGS)
 
 test: $(VENV)/$(STAMP)-dev
-	$(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) $(PYTEST) $(ARGS)
 
 check: lint
-	$(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) $(PYTEST) $(ARGS)
 
 # A type checker looks for fmoe.models below fmoe/ only, so it is shown the tree as it is installed. Without its cache,
 # which takes the links for other modules than their targets.
@@ -60,7 +65,7 @@ test-wheel: $(VENV)/$(STAMP)-dev
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w build/dist .
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target build/site build/dist/fmoe-*.whl
 	@$(FROM_WHEEL) -c 'import sys, fmoe; sys.exit("/build/site/" not in fmoe.__file__ and f"tested {fmoe.__file__}")'
-	$(FROM_WHEEL) -m pytest $(filter-out tests/test_bench.py,$(wildcard tests/test_*.py tests/models)) $(ARGS)
+	OMP_NUM_THREADS=1 $(FROM_WHEEL) $(PYTEST) $(filter-out tests/test_bench.py,$(wildcard tests/test_*.py tests/models)) $(ARGS)
 
 fix: $(VENV)/$(STAMP)-dev
 	$(RUN) -m ruff check --fix .

@@ -85,7 +85,14 @@ def test_arguments_win():
 
 @pytest.mark.parametrize(
     ("stop", "expected"),
-    [(None, ()), ([], ()), ("ab", ("ab",)), (["ab", "c"], ("ab", "c")), (("ab",), ("ab",)), (iter(["a"]), ("a",))],
+    [
+        (None, ()),
+        ([], ()),
+        ("ab", ("ab",)),
+        (["ab", "c"], ("ab", "c")),
+        (("ab",), ("ab",)),
+        pytest.param(iter(["a"]), ("a",), id="iterator"),
+    ],
     ids=str,
 )
 def test_stop(stop, expected):
