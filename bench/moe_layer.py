@@ -26,6 +26,31 @@ from fmoe.planning import Tune, plan_layers
 
 Layer = Callable[[Tensor], Tensor]
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3next": {"D": 2048, "E": 512, "K": 10, "Fi": 512, "S": 512, "gated": True, "renorm": True},
+    "qwen3": {"D": 2048, "E": 128, "K": 8, "Fi": 768, "S": 0, "gated": False, "renorm": True},
+    "mixtral": {"D": 4096, "E": 8, "K": 2, "Fi": 14336, "S": 0, "gated": False, "renorm": True},
+    "dsv2lite": {"D": 2048, "E": 64, "K": 6, "Fi": 1408, "S": 2816, "gated": False, "renorm": False},
+}
+
+
+def draw_weights(s: Mapping[str, Any], seed: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Draw one layer whose router spreads the tokens nearly evenly."""
+    rng = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*sizes: int, fan: float) -> Tensor:
+        return (torch.randn(*sizes, generator=rng, device=device) * fan**-0.5).to(dtype)
+
+    hidden, experts, width, shared = s["D"], s["E"], s["Fi"], s["S"]
+    w = {
+        "gate": draw(experts, hidden, fan=hidden / 4),
+        "w13": draw(experts, 2 * width, hidden, fan=hidden),
+        "w2": draw(experts, hidden, width, fan=width),
+    }
+    if shared:
+        w |= {"s13": draw(2 * shared, hidden, fan=hidden), "s2": draw(hidden, shared, fan=shared)}
+    return w | ({"sg": draw(1, hidden, fan=hidden)} if s["gated"] else {})
+
 
 def router_config(s: Mapping[str, Any]) -> RouterConfig:
     """Read the routing rule: softmax, renormalised or not."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fmoe.compile.kernels import Settings, Tile, default_settings
+from fmoe.compile.kernels import Settings, default_settings
 from fmoe.compile.settings import find_target
 from fmoe.functional.routing import RouterConfig
 
@@ -96,40 +96,3 @@ def time_graph(graph: torch.cuda.CUDAGraph, samples: int = 20) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
     return statistics.median(times)
-
-
-def candidate_tiles(shape: Shape, path: str, tokens: int, part: str) -> list[Tile]:
-    """Blocks worth trying for one kernel of a path."""
-    if part == "router":
-        if path == "slots":
-            return [Tile(0, r, k, w, 2) for r in (1, 2, 4, 8) for k in (512, 1024, 2048) for w in (2, 4)]
-        few = [Tile(16, r, k, w, s) for r in (16, 32) for k, s in ((64, 4), (128, 3), (256, 2)) for w in (2, 4)]
-        many = [Tile(m, r, 64, 4, s) for m in (32, 64, 128) for r in (64, 128) for s in (3, 4)]
-        return few + many[:4] if tokens <= 128 else many
-    if path == "slots" or (path == "token" and part == "down"):
-        return [
-            Tile(1, rows, depth, warps, stages)
-            for rows, depth, warps in (
-                (4, 512, 4), (8, 256, 2), (8, 256, 4), (8, 512, 4), (16, 128, 2), (16, 128, 4), (16, 256, 4),
-                (16, 256, 8), (16, 512, 8), (32, 128, 4), (32, 256, 8), (64, 64, 4),
-            )
-            for stages in (2, 3, 4, 5)
-            if rows * depth * 2 * (2 if part == "gate_up" else 1) * (stages - 1) <= 200_000
-        ]  # fmt: skip
-    if path in ("grouped", "token"):
-        blocks = [16, 32, 64] if tokens * shape.K > 8 * shape.E else [16]
-    else:
-        load = tokens * shape.K / shape.E
-        blocks = [16, 32] if load <= 12 else [32, 64] if load <= 24 else [64, 128]
-    return [
-        Tile(block, rows, depth, warps, stages)
-        for block in blocks
-        for rows, depth, warps in (
-            (32, 128, 4), (32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8),
-            (128, 128, 8), (256, 64, 8),
-        )
-        for stages in (2, 3, 4, 5)
-        if ((2 if part == "gate_up" else 1) * rows + block) * depth * 2 * stages <= 227_000
-        and (2 if part == "gate_up" else 1) * rows * block <= 256 * 128
-        and (block >= 64 or rows * depth <= 128 * 128)
-    ]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.moe_layer import fused_params, make_layer, router_config, separate_params
+from bench.moe_layer import SHAPES, draw_weights, fused_params, make_layer, router_config, separate_params
 from bench.moe_shapes import capture
 from fmoe.compile.device import describe_device
 from fmoe.compile.linear_ops import keep_kernels, linear_planned
@@ -27,30 +27,9 @@ from fmoe.compile.plan import Plan, linear_key, moe_key
 from fmoe.functional.moe import MoEParams, add_shared_expert
 from fmoe.planning import plan_layers
 
-SHAPES = {
-    "qwen3next": {"D": 2048, "E": 512, "K": 10, "Fi": 512, "S": 512, "gated": True, "renorm": True},
-    "dsv2lite": {"D": 2048, "E": 64, "K": 6, "Fi": 1408, "S": 2816, "gated": False, "renorm": False},
-}
+NAMES = ("qwen3next", "dsv2lite")  # shapes with shared experts
 SETS = 6
 ROUNDS = 15
-
-
-def draw_weights(s: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Draw one layer whose router spreads the tokens nearly evenly."""
-    rng = torch.Generator(device="cuda").manual_seed(seed)
-
-    def draw(*sizes: int, fan: float) -> Tensor:
-        return torch.randn(*sizes, generator=rng, device="cuda", dtype=torch.bfloat16) * fan**-0.5
-
-    hidden, experts, width, shared = s["D"], s["E"], s["Fi"], s["S"]
-    w = {
-        "gate": draw(experts, hidden, fan=hidden / 4),
-        "w13": draw(experts, 2 * width, hidden, fan=hidden),
-        "w2": draw(experts, hidden, width, fan=width),
-        "s13": draw(2 * shared, hidden, fan=hidden),
-        "s2": draw(hidden, shared, fan=shared),
-    }
-    return w | ({"sg": draw(1, hidden, fan=hidden)} if s["gated"] else {})
 
 
 def make_forms(s: dict[str, Any], weights: list[dict[str, Tensor]], tokens: int) -> dict[str, Callable[[Tensor], Any]]:
@@ -113,7 +92,7 @@ def time_interleaved(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float
 def measure(name: str, tokens: list[int]) -> list[dict[str, Any]]:
     """Measure one shape at each token count; every form must give the same output first."""
     s = SHAPES[name]
-    weights = [draw_weights(s, seed) for seed in range(SETS)]
+    weights = [draw_weights(s, seed, "cuda", torch.bfloat16) for seed in range(SETS)]
     rows = []
     for count in tokens:
         x_TD = torch.randn(count, s["D"], device="cuda", dtype=torch.bfloat16)
@@ -135,7 +114,7 @@ def measure(name: str, tokens: list[int]) -> list[dict[str, Any]]:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default=",".join(NAMES))
     parser.add_argument("--tokens", default="1,4,8,16,64")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

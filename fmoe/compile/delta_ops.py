@@ -24,7 +24,6 @@ from .settings import Target
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
 
-
 if find_spec("triton"):
     from .kernels.add_norm import add_rms_norm_rows, rms_norm_rows
     from .kernels.delta_decode import decode_delta_

@@ -10,6 +10,7 @@ from fmoe.compile.ops import (
     compute_moe_op,
     delta_chunked_op,
     encode_plans,
+    find_plan,
     rule_from_numbers,
     rule_to_numbers,
 )
@@ -169,9 +170,10 @@ def test_a_rule_survives_its_numbers():
 
 
 def test_a_plan_is_found_by_the_shape_and_dtype_of_the_weights(rng):
-    x, params = moe_inputs(1, rng)
+    _, params = moe_inputs(1, rng)
     other = encode_plans([Plan(moe_key(E, K, 0, 0, D, F, torch.float32), (Row(-1, "dense", (), "tuned"),))], "moe")
+    ((_, _, rows),) = plan_of("loop")
 
-    y = compute_moe_op(x, params, CONFIG, plans=(*other, *plan_of("loop")))
-
-    torch.testing.assert_close(y, route_and_compute(x, params, CONFIG))
+    assert find_plan((*other, *plan_of("loop")), params.w_down_EDF) == rows
+    assert find_plan(other, params.w_down_EDF) == ()
+    assert find_plan(plan_of("loop"), params.w_down_EDF.half()) == ()
