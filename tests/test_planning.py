@@ -13,8 +13,9 @@ import torch
 import fmoe
 from fmoe.compile.aiter_selftest import run_selftest
 from fmoe.compile.capabilities import AiterRecord
-from fmoe.compile.plan import moe_key
+from fmoe.compile.plan import linear_key, moe_key
 from fmoe.compile.select import Decision
+from fmoe.functional.quant import Fp8
 from fmoe.planning import (
     check_tune,
     decide_kernels,
@@ -50,6 +51,17 @@ def test_the_keys_of_a_model_are_its_layers_each_once(folder):
     apart = load(folder, shared_experts="separate")
     (key,) = [key for key in list_keys(apart.params, apart.config) if key.operator == "moe"]
     assert key == moe_key(16, 4, 0, 0, 64, 24, torch.float32)
+
+
+def test_a_projection_in_fp8_blocks_is_a_key_with_the_rows_behind_it(folder):
+    params, config = (model := load(folder)).params, model.config
+    layer = params.layers[0]
+    weights = Fp8(torch.empty(128, 64, dtype=torch.float8_e4m3fn), torch.ones(1, 1), torch.empty(32, 64))
+    mixer = layer.mixer._replace(w_in_ND=weights)
+
+    keys = list_keys(params._replace(layers=(layer._replace(mixer=mixer),)), config)
+
+    assert linear_key(160, 64, torch.float8_e4m3fn) in keys
 
 
 def test_plans_by_rule_say_so(folder):

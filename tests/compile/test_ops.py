@@ -23,6 +23,7 @@ from fmoe.functional import (
     delta_recurrent,
     route_and_compute,
 )
+from fmoe.functional.quant import Fp8, count_blocks
 
 E, K, D, F = 7, 3, 24, 20
 H, KEY, VALUE = 3, 8, 10
@@ -177,3 +178,31 @@ def test_a_plan_is_found_by_the_shape_and_dtype_of_the_weights(rng):
     assert find_plan((*other, *plan_of("loop")), params.w_down_EDF) == rows
     assert find_plan(other, params.w_down_EDF) == ()
     assert find_plan(plan_of("loop"), params.w_down_EDF.half()) == ()
+
+
+def quantised(weights):
+    blocks = (*weights.shape[:-2], count_blocks(weights.shape[-2]), count_blocks(weights.shape[-1]))
+    return Fp8(weights.to(torch.float8_e4m3fn), torch.full(blocks, 0.5))
+
+
+@pytest.mark.parametrize(("tokens", "through_the_op"), [(1, False), (2, True)])
+def test_one_row_of_fp8_experts_stays_in_the_graph(tokens, through_the_op, rng):
+    x, params = moe_inputs(tokens, rng)
+    gate_up = quantised(params.w_gate_up_EPD.view(E + SHARED, 2, F, D))
+    gate_up = Fp8(gate_up.w.flatten(1, 2), gate_up.scale.flatten(1, 2))
+    params = params._replace(w_gate_up_EPD=gate_up, w_down_EDF=quantised(params.w_down_EDF))
+    key = moe_key(E, K, SHARED, SHARED, D, F, torch.float8_e4m3fn)
+    plans = encode_plans([Plan(key, (Row(-1, "grouped", (), "tuned"),))], "moe")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    y = torch.compile(
+        lambda x: compute_moe_op(x, params, CONFIG, plans=plans), fullgraph=True, backend=backend, dynamic=False
+    )(x)
+
+    (graph,) = graphs
+    assert any("fmoe.moe" in str(node.target) for node in graph.graph.nodes) == through_the_op
+    torch.testing.assert_close(y, route_and_compute(x, params, CONFIG), rtol=1e-4, atol=1e-4)

@@ -244,3 +244,12 @@ def test_aiter_runs_what_was_decided(compiled):
     apart = choose(GPU, compiled=compiled, decision=replace(decision, routing="reference"))
     assert apart.route is route_fused
     assert apart.compute_experts is compute_experts_aiter
+
+
+def test_fp8_is_left_to_the_kernels_on_a_gpu():
+    """Every function dequantises whole stacks first."""
+    layer, projection = moe_key(6, 2, 1, 1, 24, 20, torch.float8_e4m3fn), linear_key(8, 8, torch.float8_e4m3fn)
+
+    assert list_allowed(layer, GPU, triton=Availability(True)) == ("triton",)
+    assert list_allowed(projection, GPU, triton=Availability(True)) == ("library", "triton")
+    assert list_allowed(layer, CPU, triton=Availability(False, "no GPU")) == ("per_slot", "loop", "dense", "grouped")
