@@ -20,7 +20,7 @@ from .decode_settings import (
     decode_settings_to_ints,
     default_attend_settings,
 )
-from .settings import Target
+from .device import target_of
 
 if find_spec("triton"):
     from .kernels.attend_decode import attend_one_token
@@ -42,8 +42,7 @@ def _settings(values: Sequence[int], heads: int, k: Tensor) -> AttendSettings:
     if values:
         return attend_settings_from_ints(values)
     batch, kv_heads, slots, size = k.shape
-    target: Target = "hip" if torch.version.hip else "cuda"
-    return default_attend_settings(batch, heads, kv_heads, size, slots, k.dtype, target=target)
+    return default_attend_settings(batch, heads, kv_heads, size, slots, k.dtype, target=target_of(k.device))
 
 
 def _attend_decode(

@@ -116,7 +116,8 @@ def default_attend_settings(
     splits = min(-(-PROGRAMS // programs), -(-slots // block), MOST_SPLITS)
     # More would not fit into the shared memory of GPUs that are not made for data centres.
     stages = 1 if target == "hip" else 2 if wide or size > 128 else 3
-    return AttendSettings(max(splits, 1), block, rows, 8 if wide and target != "hip" else 4, stages)
+    warps = 8 if wide and target != "hip" else 4
+    return AttendSettings(max(splits, 1), block, rows, warps, stages, pdl=target == "hopper")
 
 
 def default_head_settings(batch: int, dtype: torch.dtype, *, target: Target = "cuda") -> HeadSettings:
@@ -131,7 +132,7 @@ def default_head_settings(batch: int, dtype: torch.dtype, *, target: Target = "c
         HeadSettings.
     """
     wide = dtype.itemsize > 2
-    stages = 2 if target == "hip" else 4
+    stages, pdl = 2 if target == "hip" else 4, target == "hopper"
     if batch == 1:
-        return HeadSettings(16, 128 if wide else 256, 4, stages, dot=False)
-    return HeadSettings(64, 32 if wide else 128, 4, 1 if target == "hip" else stages, dot=True)
+        return HeadSettings(16, 128 if wide else 256, 4, stages, dot=False, pdl=pdl)
+    return HeadSettings(64, 32 if wide else 128, 4, 1 if target == "hip" else stages, dot=True, pdl=pdl)

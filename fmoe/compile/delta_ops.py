@@ -14,13 +14,13 @@ from torch import Tensor
 from fmoe.functional.cache import DeltaCache
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams
 
+from .device import target_of
 from .delta_settings import (
     DeltaSettings,
     default_delta_settings,
     delta_settings_from_ints,
     delta_settings_to_ints,
 )
-from .settings import Target
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
 
@@ -33,9 +33,9 @@ if find_spec("triton"):
         "Tensor dt_bias, Tensor norm, Tensor(c!)? arrivals, int key_heads, float eps, int[] settings) -> Tensor"
     )
     LIBRARY.define(
-        "add_rms_norm(Tensor x, Tensor branch, Tensor weight, float eps, bool pdl=False) -> (Tensor, Tensor)"
+        "add_rms_norm(Tensor x, Tensor branch, Tensor weight, float eps, bool? pdl=None) -> (Tensor, Tensor)"
     )
-    LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps, bool pdl=False) -> Tensor")
+    LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps, bool? pdl=None) -> Tensor")
 
     def _delta_decode_(
         projected: Tensor,
@@ -56,8 +56,7 @@ if find_spec("triton"):
             chosen = delta_settings_from_ints(settings)
         else:
             # here and not where the op is called: a graph of any batch must not ask how large this one is
-            target: Target = "hip" if torch.version.hip else "cuda"
-            chosen = default_delta_settings(config, projected.shape[0], target=target)
+            chosen = default_delta_settings(config, projected.shape[0], target=target_of(projected.device))
         return decode_delta_(
             projected, window, state, w_conv, decay, dt_bias, norm, config, chosen, arrivals_BG=arrivals
         )
@@ -65,16 +64,19 @@ if find_spec("triton"):
     def _delta_decode_fake(projected: Tensor, window: Tensor, state: Tensor, *_: object) -> Tensor:
         return projected.new_empty(projected.shape[0], 1, state.shape[1] * state.shape[3])
 
+    def _launch_early(x: Tensor, pdl: bool | None) -> bool:
+        return target_of(x.device) == "hopper" if pdl is None else pdl
+
     def _add_rms_norm(
-        x: Tensor, branch: Tensor, weight: Tensor, eps: float, pdl: bool = False
+        x: Tensor, branch: Tensor, weight: Tensor, eps: float, pdl: bool | None = None
     ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm_rows(x, branch, weight, eps=eps, pdl=pdl)
+        return add_rms_norm_rows(x, branch, weight, eps=eps, pdl=_launch_early(x, pdl))
 
     def _add_rms_norm_fake(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         return x.new_empty(x.shape), x.new_empty(x.shape)
 
-    def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
-        return rms_norm_rows(x, weight, eps=eps, pdl=pdl)
+    def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool | None = None) -> Tensor:
+        return rms_norm_rows(x, weight, eps=eps, pdl=_launch_early(x, pdl))
 
     def _rms_norm_fake(x: Tensor, *_: object) -> Tensor:
         return x.new_empty(x.shape)
@@ -126,14 +128,14 @@ def delta_decode_op(
 
 
 def add_rms_norm_op(
-    x_D: Tensor, branch_D: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool = False
+    x_D: Tensor, branch_D: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``add_rms_norm`` in one launch."""
+    """``add_rms_norm`` in one launch; None chooses by rule whether it is a dependent one."""
     y_D, total_D = torch.ops.fmoe.add_rms_norm(x_D, branch_D, weight_D, eps, pdl)
     return y_D, total_D
 
 
-def rms_norm_op(x_D: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool = False) -> Tensor:
-    """``rms_norm`` over a weight of one dimension, in one launch."""
+def rms_norm_op(x_D: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool | None = None) -> Tensor:
+    """``rms_norm`` over a weight of one dimension, in one launch; ``pdl`` as in ``add_rms_norm_op``."""
     y_D: Tensor = torch.ops.fmoe.rms_norm(x_D, weight_D, eps, pdl)
     return y_D

@@ -74,7 +74,8 @@ def default_delta_settings(config: DeltaConfig, batch: int, /, *, target: Target
     least = 1 if target == "hip" else LEAST_COLUMNS
     columns = min(values, max(tile // rows, least))
     lanes = 64 if target == "hip" else 32
-    return DeltaSettings(0, columns, min(max(rows * columns // 4096, 1), 512 // lanes))
+    warps = min(max(rows * columns // 4096, 1), 512 // lanes)
+    return DeltaSettings(0, columns, warps, pdl=target == "hopper")
 
 
 def _round_up(size: int) -> int:

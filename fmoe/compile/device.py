@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .plan import Device
+from .settings import Target, find_target
 
 PACKAGE = Path(__file__).parents[1]
 CPU_NAMES = Path("/proc/cpuinfo")
@@ -36,6 +37,19 @@ def describe_device(device: torch.device, /) -> Device:
     if torch.version.hip:
         return Device("hip", properties.name, properties.gcnArchName.split(":")[0], units, versions)
     return Device("cuda", properties.name, f"sm_{properties.major}{properties.minor}", units, versions)
+
+
+def target_of(device: torch.device, /) -> Target:
+    """Name what kernels are compiled for on a device; a CPU, which interprets them, is the plainest GPU."""
+    if torch.version.hip:
+        return "hip"
+    return _target_of_gpu(device.index) if device.type == "cuda" else "cuda"
+
+
+@lru_cache(maxsize=64)
+def _target_of_gpu(index: int | None) -> Target:
+    major, minor = torch.cuda.get_device_capability(index)
+    return find_target("cuda", f"sm_{major}{minor}")
 
 
 def kernel_sources(package: Path = PACKAGE, /) -> list[Path]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .decode_settings import HeadSettings, decode_settings_to_ints, default_head_settings, head_settings_from_ints
+from .device import target_of
 
 if find_spec("triton"):
     from .kernels.head import MOST_ROWS, choose_tokens
@@ -25,7 +26,7 @@ def _settings(values: Sequence[int], x: Tensor) -> HeadSettings:
     """Read settings, or where none came, choose by rule; a matrix-vector product serves a single row only."""
     settings = head_settings_from_ints(values) if values else None
     if settings is None or (x.shape[0] > 1 and not settings.dot):
-        return default_head_settings(x.shape[0], x.dtype, target="hip" if torch.version.hip else "cuda")
+        return default_head_settings(x.shape[0], x.dtype, target=target_of(x.device))
     return settings
 
 

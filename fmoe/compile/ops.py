@@ -302,9 +302,6 @@ def moe_sizes(w_router_RD: Tensor, w_down_EDF: Weight, config: RouterConfig, /) 
 def compute_moe_op(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, plans: Plans = ()) -> Tensor:
     """Router, routing and experts behind ``fmoe::moe``.
 
-    Inside a graph, one row with experts in FP8 blocks goes without it: the compiler's gather of ten experts with their
-    factors took 11.5 us on an H200, and its routing 7, where the kernels took 22 together (Qwen3-Next).
-
     Args:
         x_TD: rows, T >= 0, contiguous.
         params: weights; a separate shared expert is not read.
@@ -314,8 +311,6 @@ def compute_moe_op(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, 
     Returns:
         A tensor like x.
     """
-    if isinstance(params.w_down_EDF, Fp8) and x_TD.shape[0] == 1 and torch.compiler.is_compiling():
-        return route_and_compute(x_TD, params, config, compute_experts=compute_experts_per_slot)
     rule, scales = rule_to_numbers(config)
     plan = list(find_plan(plans, params.w_down_EDF))
     w_gate_up, gate_up_scale = split_scale(params.w_gate_up_EPD)

@@ -219,7 +219,9 @@ def _narrow(settings: Settings, width: int, target: Target) -> Settings:
     down = Tile(1, 8, next((k for k in (512, 256) if width % k == 0), 128), 4, stages)
     if settings.path == "slots":
         router, gate_up = Tile(0, 1, 2048, 4, 2), Tile(1, 8, 256, 2, stages)
-        return replace(settings, router=router, gate_up=gate_up, down=down, fuse_choice=False)
+        return replace(
+            settings, router=router, gate_up=gate_up, down=down, fuse_choice=False, pdl=target == "hopper"
+        )
     depth = 128 if settings.path == "grouped" else 64
     block = settings.gate_up.tokens
     tile = Tile(block, 64, depth, 8 if block == 128 else 4, 1 if target == "hip" else 3)

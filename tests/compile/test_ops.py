@@ -185,8 +185,8 @@ def quantised(weights):
     return Fp8(weights.to(torch.float8_e4m3fn), torch.full(blocks, 0.5))
 
 
-@pytest.mark.parametrize(("tokens", "through_the_op"), [(1, False), (2, True)])
-def test_one_row_of_fp8_experts_stays_in_the_graph(tokens, through_the_op, rng):
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_layer_of_fp8_experts_is_one_op_in_a_graph(tokens, rng):
     x, params = moe_inputs(tokens, rng)
     gate_up = quantised(params.w_gate_up_EPD.view(E + SHARED, 2, F, D))
     gate_up = Fp8(gate_up.w.flatten(1, 2), gate_up.scale.flatten(1, 2))
@@ -204,5 +204,5 @@ def test_one_row_of_fp8_experts_stays_in_the_graph(tokens, through_the_op, rng):
     )(x)
 
     (graph,) = graphs
-    assert any("fmoe.moe" in str(node.target) for node in graph.graph.nodes) == through_the_op
+    assert any("fmoe.moe" in str(node.target) for node in graph.graph.nodes)
     torch.testing.assert_close(y, route_and_compute(x, params, CONFIG), rtol=1e-4, atol=1e-4)

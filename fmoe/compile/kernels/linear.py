@@ -134,15 +134,18 @@ def linear_product(
     t = (tl.program_id(0) % T).to(tl.int64)
     block = tl.program_id(0) // T
     if M > 0:
-        blocks: tl.constexpr = (N + BN - 1) // BN
+        # The rows of twice the bytes come first, so that nobody waits for them at the end.
+        first: tl.constexpr = (M + BN - 1) // BN
         LD: tl.constexpr = N + M
-        if block >= blocks:
+        if block < first:
             product_block(
-                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, t, block - blocks, M, D, LD, SPLIT, HAS_BIAS,
-                BN, BK, STAGES, AHEAD, LINE, PDL,
+                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, t, block, M, D, LD, SPLIT, HAS_BIAS, BN, BK,
+                STAGES, AHEAD, LINE, PDL,
             )  # fmt: skip
         else:
-            product_block(x, w, s, bias, y, T, t, block, N, D, LD, SPLIT, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL)
+            product_block(
+                x, w, s, bias, y, T, t, block - first, N, D, LD, SPLIT, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL
+            )
     else:
         product_block(x, w, s, bias, y, T, t, block, N, D, N, SPLIT, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL)
 
@@ -193,15 +196,17 @@ def linear_dot(
     """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT)."""
     block = tl.program_id(0)
     if M > 0:
-        blocks: tl.constexpr = (N + BN - 1) // BN
+        first: tl.constexpr = (M + BN - 1) // BN
         LD: tl.constexpr = N + M
-        if block >= blocks:
+        if block < first:
             dot_block(
-                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, block - blocks, M, D, LD, SPLIT, HAS_BIAS, BM,
-                BN, BK, STAGES, AHEAD, LINE, PDL,
+                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, block, M, D, LD, SPLIT, HAS_BIAS, BM, BN, BK,
+                STAGES, AHEAD, LINE, PDL,
             )  # fmt: skip
         else:
-            dot_block(x, w, s, bias, y, T, block, N, D, LD, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL)
+            dot_block(
+                x, w, s, bias, y, T, block - first, N, D, LD, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL
+            )
     else:
         dot_block(x, w, s, bias, y, T, block, N, D, N, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL)
 
