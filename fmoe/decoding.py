@@ -27,6 +27,8 @@ from .architectures import State, Stream, forward, run_layers, state_row
 from .capture import DirectMachine, GraphMachine, Launcher, Machine, Outputs
 from .model import Model
 from .options import Options
+from .states import State as Origin
+from .states import copy_state_
 
 PREFILL_CHUNK = 2048
 ROOM = 512  # positions by which caches grow where steps do not depend on their size
@@ -69,9 +71,18 @@ def compute_head(model: Model, steps: Steps, x_BD: Tensor, /) -> Tensor:
 
 
 def prefill(
-    model: Model, steps: Steps, prompts: Sequence[Sequence[int]], state: State, /, *, chunk: int = PREFILL_CHUNK
+    model: Model,
+    steps: Steps,
+    prompts: Sequence[Sequence[int]],
+    state: State,
+    /,
+    *,
+    chunk: int = PREFILL_CHUNK,
+    origin: Origin | None = None,
 ) -> Tensor:
     """Run each prompt through its row of a fresh state, ``chunk`` tokens at a time, without padding.
+
+    Where the rows start from an origin, every prompt begins with its tokens, and only the others are run.
 
     Neighbours of one length run together while they fit into one chunk; in compiled steps each row runs alone, which
     saves their graphs a variant.
@@ -79,23 +90,31 @@ def prefill(
     Returns:
         float32 [B, V], logits after each prompt's last token.
     """
-    logits, first = [], 0
+    logits, first, seen = [], 0, 0
+    if origin is not None:
+        state, seen = copy_state_(origin, state), len(origin)
     for length, group in groupby(prompts, key=len):
-        rows = list(group)
-        together = 1 if steps.compiled else max(chunk // length, 1)
+        rows = [ids[seen:] for ids in group]
+        if origin is not None and length == seen:
+            logits.append(origin.logits_V.expand(len(rows), -1))
+            first += len(rows)
+            continue
+        together = 1 if steps.compiled else max(chunk // (length - seen), 1)
         for start in range(0, len(rows), together):
             part = rows[start : start + together]
             view = state_row(state, first + start, count=len(part))
-            logits.append(_prefill_rows(model, steps, part, view, chunk))
+            logits.append(_prefill_rows(model, steps, part, view, chunk, seen))
         first += len(rows)
     return torch.cat(logits)
 
 
-def _prefill_rows(model: Model, steps: Steps, rows: Sequence[Sequence[int]], state: State, chunk: int) -> Tensor:
+def _prefill_rows(
+    model: Model, steps: Steps, rows: Sequence[Sequence[int]], state: State, chunk: int, seen: int
+) -> Tensor:
     tokens_BT = torch.tensor(rows, dtype=torch.int64, device=model.device)
     for start in range(0, tokens_BT.shape[1], chunk):
         end = min(start + chunk, tokens_BT.shape[1])
-        x_BTD, state = run(model, steps, tokens_BT[:, start:end], state, visible=end)
+        x_BTD, state = run(model, steps, tokens_BT[:, start:end], state, visible=seen + end)
     # a single row not by [:, -1], whose odd stride would recompile
     return compute_head(model, steps, x_BTD[0, -1:] if len(rows) == 1 else x_BTD[:, -1])
 
@@ -111,6 +130,8 @@ def decode_batch(
     chunk: int = PREFILL_CHUNK,
     is_active: Callable[[int], bool] = lambda row: True,
     machine: Machine | None = None,
+    origin: Origin | None = None,
+    keep: Callable[[State, list[list[int]]], None] | None = None,
 ) -> Iterator[list[Token]]:
     """Generate one token per row and turn, until max_new_tokens or until the caller stops asking.
 
@@ -120,6 +141,9 @@ def decode_batch(
 
     Args:
         machine: launches the steps; None captures them where the device and the kernels allow it.
+        origin: what the rows start from; every prompt begins with its tokens, which are not run again.
+        keep: called behind the last token that is asked for, with the rows' state, to be copied at once, and the
+            tokens of each row that it has seen: all that were given, the last one perhaps aside.
 
     Yields:
         One Token per row.
@@ -133,14 +157,19 @@ def decode_batch(
     generated: list[list[int]] = [[] for _ in prompts]
     try:
         batch.begin(prompts, options, first_row)
-        logits_BV = prefill(model, steps, prompts, batch.state, chunk=chunk)
+        logits_BV = prefill(model, steps, prompts, batch.state, chunk=chunk, origin=origin)
         batch.place(lengths)
         for tokens, broken in batch.run(batch.choose(logits_BV), max(lengths), options.max_new_tokens):
             for row in filter(is_active, broken):
                 raise RuntimeError(explain_nan(model, [*prompts[row], *generated[row]], steps, chunk=chunk))
             for ids, token in zip(generated, tokens, strict=True):
                 ids.append(token.id)
-            yield tokens
+            try:
+                yield tokens
+            except GeneratorExit:
+                if keep is not None:
+                    keep(batch.state, batch.list_seen(prompts, generated))
+                raise
     finally:
         if batch.launcher.machine.least is not None:
             model.shelf.put(batch)
@@ -205,6 +234,7 @@ class _Batch:
         if self.choice.penalized:
             self.seen_BV = torch.zeros(rows, self.decoder.vocab_size, dtype=torch.bool, device=model.device)
         self.visible = 0
+        self.launched = 0
         self.used = False
 
     def begin(self, prompts: Sequence[Sequence[int]], options: Options, first_row: int, /) -> None:
@@ -239,15 +269,20 @@ class _Batch:
 
     def run(self, first: Outputs, longest: int, count: int, /) -> Iterator[tuple[list[Token], list[int]]]:
         """Give the tokens of ``count`` steps, of which the first is done, and the rows whose logits were broken."""
-        machine, launched = self.launcher.machine, 1
+        machine = self.launcher.machine
+        self.launched = 1
         reads = deque([machine.fetch(first)])
         for n in range(count):
             # What compiles does not run ahead: the token before it is there already.
-            while launched < min(n + 1 + (machine.ahead if self.launcher.warm else 0), count):
-                self.visible = longest + launched
-                reads.append(machine.fetch(self.launcher.launch(self.step, remaining=count - launched)))
-                launched += 1
+            while self.launched < min(n + 1 + (machine.ahead if self.launcher.warm else 0), count):
+                self.visible = longest + self.launched
+                reads.append(machine.fetch(self.launcher.launch(self.step, remaining=count - self.launched)))
+                self.launched += 1
             yield self._read(reads.popleft()())
+
+    def list_seen(self, prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], /) -> list[list[int]]:
+        """List the tokens that the layers have seen of each row: no step has run with the newest one yet."""
+        return [[*ids, *more[: self.launched - 1]] for ids, more in zip(prompts, generated, strict=True)]
 
     def step(self) -> Outputs:
         """Run the newest token of each row and choose the next, on the device alone."""

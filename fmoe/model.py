@@ -16,6 +16,8 @@ from fmoe.compile.decode_choice import add_decode_kernels
 from fmoe.compile.plan import Plan
 from fmoe.compile.select import Decision, Requested, check_requested, choose
 from fmoe.compile.step import Steps, compile_steps
+from fmoe.functional.deltanet import DeltaConfig, delta_mix
+from fmoe.functional.kernels import Kernels
 from fmoe.functional.moe import MoEParams, SharedExperts, SharedPlan
 
 from .architectures import (
@@ -32,9 +34,10 @@ from .architectures import (
 )
 from .capture import Shelf
 from .checkpoint import open_checkpoint, stored_dtype
+from .fingerprint import WeightsHash
 from .loading import check_params, load_params, make_meta_params
 from .options import Defaults, read_defaults
-from .placing import resolve_device, resolve_dtype, why_not_fp8
+from .placing import resolve_device, resolve_dtype, resolve_state_dtype, why_not_fp8
 from .plan_search import Search, search_plans
 from .planning import Tune, check_tune, decide_kernels, list_keys, plan_layers, prepare_layout
 from .random_weights import Weights, check_weights, load_random, open_config
@@ -76,6 +79,7 @@ class Model:
     announce_graphs: Callable[[], None] = field(default_factory=_announce_graphs)
     process: int = field(default_factory=os.getpid)  # where it was loaded
     shelf: Shelf = field(default_factory=Shelf)  # the batch that decoded last, where its steps are captured
+    weights_hash: WeightsHash = field(default_factory=WeightsHash)
 
     def __copy__(self) -> Self:
         """Give the model itself: nothing in it changes."""
@@ -139,6 +143,7 @@ def load(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    state_dtype: str | torch.dtype = "auto",
     shared_experts: SharedExperts = "auto",
     compile: Compile = "auto",
     kernels: Requested = "auto",
@@ -153,6 +158,8 @@ def load(
         path: the folder, or ``"demo"`` for the small model inside the package.
         device: ``auto`` is the GPU if there is one, else the CPU.
         dtype: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU if memory allows.
+        state_dtype: of recurrent states; ``auto`` is float32. ``bfloat16`` halves what large batches read and keep,
+            at an error that docs/performance.md states, and runs the reference in place of Triton's kernel.
         shared_experts: ``auto`` fuses them into the routed set where their widths allow it, ``fused`` raises where
             they do not, ``separate`` keeps them apart. The logits are the same.
         compile: ``auto`` compiles on a GPU and for long work; True and False force it.
@@ -185,7 +192,7 @@ def load(
     checkpoint = open_checkpoint(folder) if weights == "stored" else open_config(folder)
     architecture = find_architecture(checkpoint.config)
     raw = text_config(checkpoint.config)
-    config = architecture.parse_config(raw, shared_experts=shared_experts)
+    config = _set_state_dtype(architecture.parse_config(raw, shared_experts=shared_experts), state_dtype)
     text = load_text(folder)
     defaults = read_defaults(checkpoint.generation_config, checkpoint.config, text)
     resolved_device = resolve_device(device)
@@ -256,6 +263,7 @@ def _make_steps(
     def bind(compiled: bool) -> tuple[Layers, dict[str, Any]]:
         kernels = choose(device, compiled=compiled, plans=plans, decision=decision)
         kernels = add_decode_kernels(kernels, device, dtype, decision.requested)
+        kernels = _keep_delta_reference(kernels, config)
         return architecture.make_layers(config, kernels), {
             "start": partial(start_step, config=config.decoder, slots=None),
             "choose": partial(choose_tokens, eps=eps, kernels=kernels) if kernels.choose_tokens else None,
@@ -277,6 +285,24 @@ def replan(model: Model, plans: tuple[Plan, ...], /) -> Model:
 
 def _build(architecture: Architecture, config: FamilyConfig, fill: Any) -> Params:
     return architecture.build_params(fill, config)
+
+
+def _set_state_dtype(config: FamilyConfig, requested: str | torch.dtype) -> FamilyConfig:
+    delta = getattr(config, "delta", None)
+    dtype = resolve_state_dtype(requested, recurrent=isinstance(delta, DeltaConfig))
+    if dtype == torch.float32:
+        return config
+    changed: FamilyConfig = replace(config, delta=replace(delta, state_dtype=dtype))  # type: ignore[type-var]
+    return changed
+
+
+def _keep_delta_reference(kernels: Kernels, config: FamilyConfig) -> Kernels:
+    """Take the reference of DeltaNet's step where its state is not in float32, which is all that the kernel reads."""
+    delta = getattr(config, "delta", None)
+    if not isinstance(delta, DeltaConfig) or delta.state_dtype == torch.float32 or kernels.delta_decode is delta_mix:
+        return kernels
+    LOG.info("delta_decode: reference (the kernel reads states in float32, these are in %s)", delta.state_dtype)
+    return replace(kernels, delta_decode=delta_mix)
 
 
 def _log_separate_experts(config: FamilyConfig, params: Params) -> None:

@@ -60,6 +60,21 @@ def resolve_dtype(
     return torch.float32
 
 
+def resolve_state_dtype(requested: str | torch.dtype, /, *, recurrent: bool) -> torch.dtype:
+    """Return the dtype in which recurrent states are kept; "auto" is float32.
+
+    Raises:
+        ValueError: another dtype, or bfloat16 for a model without such states.
+    """
+    known = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = known.get(requested) if isinstance(requested, str) else requested
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"state_dtype={str(requested)!r} must be auto, float32 or bfloat16")
+    if dtype != torch.float32 and not recurrent:
+        raise ValueError(f"state_dtype={str(requested)!r} is for recurrent states, and this model has none; drop it")
+    return dtype
+
+
 def why_not_fp8(device: torch.device, /) -> str:
     """Say why weights in FP8 blocks are not kept on a device; empty where they are."""
     if device.type != "cuda":

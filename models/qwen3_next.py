@@ -221,7 +221,7 @@ def init_state(config: Config, batch: int, slots: int, /, *, dtype: torch.dtype,
             return attention_cache(config.attention, batch, slots, dtype=dtype, device=device)
         window = torch.zeros(batch, delta.conv_size - 1, delta.split_sizes[0], dtype=dtype, device=device)
         shape = (batch, delta.value_heads, delta.key_size, delta.value_size)
-        return DeltaCache(window, torch.zeros(shape, dtype=torch.float32, device=device))
+        return DeltaCache(window, torch.zeros(shape, dtype=delta.state_dtype, device=device))
 
     caches = tuple(empty(kind) for kind in config.decoder.layer_kinds)
     return make_state(caches, batch, config.decoder.rope, device=device)

@@ -9,7 +9,9 @@ from .cache import KVCache as KVCache
 from .cache import LatentCache as LatentCache
 from .cache import append_kv_ as append_kv_
 from .cache import append_latent_ as append_latent_
+from .cache import copy_row_ as copy_row_
 from .cache import select_row as select_row
+from .cache import select_slots as select_slots
 from .cache import write_delta_ as write_delta_
 from .deltanet import DeltaConfig as DeltaConfig
 from .deltanet import DeltaParams as DeltaParams

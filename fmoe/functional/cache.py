@@ -1,4 +1,4 @@
-"""What a model remembers between steps. The two functions that end in ``_`` are the only writers.
+"""What a model remembers between steps. The functions that end in ``_`` are the only writers.
 
 PyTorch cannot donate an input, so a new cache per step would be copied whole; hence in place, and returned.
 Letters: B sequences, T tokens, J kv heads, M cache slots, C head channels, W convolution taps, N mixed channels,
@@ -22,7 +22,7 @@ class DeltaCache(NamedTuple):
     """Convolution window and recurrent state of one Gated DeltaNet layer."""
 
     window_BWN: Tensor  # the last W - 1 inputs of the convolution, oldest first, model dtype
-    state_BHKV: Tensor  # float32, whatever the model's dtype
+    state_BHKV: Tensor  # float32, whatever the model's dtype, unless bfloat16 was asked for
 
 
 class LatentCache(NamedTuple):
@@ -77,3 +77,23 @@ def write_delta_(cache: DeltaCache, window_BWN: Tensor, state_BHKV: Tensor, /) -
 def select_row(cache: Cache, row: int, /, *, count: int = 1) -> Cache:
     """View ``count`` sequences of a cache, from ``row`` on, as a cache; writing to the view writes the rows."""
     return type(cache)(*(part[row : row + count] for part in cache))
+
+
+def select_slots(cache: Cache, count: int, /) -> Cache:
+    """View the first ``count`` slots of a cache as a cache; what has no slots is given as it is."""
+    if isinstance(cache, KVCache):
+        return KVCache(*(part_BJMC[:, :, :count] for part_BJMC in cache))
+    if isinstance(cache, LatentCache):
+        return LatentCache(cache.latent_BMR[:, :count])
+    return cache
+
+
+def copy_row_(cache: Cache, row: Cache, count: int, /) -> Cache:
+    """Give every sequence of a cache the first ``count`` slots and the state of a cache of one sequence, in place.
+
+    Returns:
+        The same cache.
+    """
+    for part, row_part in zip(select_slots(cache, count), select_slots(row, count), strict=True):
+        part.copy_(row_part)
+    return cache

@@ -32,6 +32,7 @@ class DeltaConfig:
     value_size: int
     conv_size: int
     eps: float  # of the gated output norm
+    state_dtype: torch.dtype = torch.float32  # in which the cache keeps the state; it is computed in float32
 
     def __post_init__(self) -> None:
         if min(self.key_heads, self.value_heads, self.key_size, self.value_size, self.conv_size) < 1:
@@ -247,13 +248,14 @@ def delta_mix(
     qk_BTHK = l2_normalize(qk_BTN.view(*heads, 2 * config.key_heads, config.key_size))
     beta_BTH, g_BTH = delta_gates(b_BTH, a_BTH, params.decay_H, params.dt_bias_H)
     v_BTHV = v_BTN.view(*heads, config.value_heads, config.value_size).float()
+    state_BHKV = cache.state_BHKV.float()
     if projected_BTN.shape[1] == 1:
-        o_BTHV, state_BHKV = _step_by_groups(qk_BTHK, v_BTHV, g_BTH, beta_BTH, cache.state_BHKV, config)
+        o_BTHV, state_BHKV = _step_by_groups(qk_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, config)
     else:
         qk_BTHK = qk_BTHK.repeat_interleave(config.value_heads // config.key_heads, 2)
         q_BTHK, k_BTHK = qk_BTHK.split(config.value_heads, 2)
         q_BTHK = q_BTHK * config.key_size**-0.5
-        o_BTHV, state_BHKV = chunk_rule(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, cache.state_BHKV)
+        o_BTHV, state_BHKV = chunk_rule(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
     write_delta_(cache, window_BWN, state_BHKV)
     z_BTHV = z_BTN.view(*heads, config.value_heads, config.value_size)
     # the readout stays float32 up to here: a large state overflows float16 before the norm could shrink it

@@ -9,7 +9,9 @@ from fmoe.functional.cache import (
     LatentCache,
     append_kv_,
     append_latent_,
+    copy_row_,
     select_row,
+    select_slots,
     write_delta_,
 )
 
@@ -180,3 +182,40 @@ def test_select_row_writes_a_delta_state_through(rng):
 
     assert_same([part[0] for part in cache], first)
     assert [part[1].unique().tolist() for part in cache] == [[2.0], [3.0]]
+
+
+def test_select_slots_views_the_first_ones(rng):
+    kv, latent, delta = kv_cache(rng), latent_cache(rng), delta_cache(rng)
+    for part, whole in zip(select_slots(kv, 4), kv, strict=True):
+        assert torch.equal(part, whole[:, :, :4]) and part.data_ptr() == whole.data_ptr()
+    assert torch.equal(select_slots(latent, 4).latent_BMR, latent.latent_BMR[:, :4])
+    assert select_slots(delta, 4) is delta
+
+
+@pytest.mark.parametrize("make", [kv_cache, latent_cache, delta_cache])
+def test_copy_row_gives_every_row_the_first_slots(rng, make):
+    target, source = make(rng), make(rng)
+    one = select_row(source, 1)
+    before, kept = [part.clone() for part in target], [part.clone() for part in source]
+
+    assert copy_row_(target, one, 4) is target
+
+    for part, old, mine, whole in zip(target, before, one, source, strict=True):
+        for row in range(B):
+            if make is delta_cache:
+                assert torch.equal(part[row], mine[0])
+            else:
+                slots = mine.dim() - 3  # of [J, M, C] and [M, R]
+                assert torch.equal(part[row].narrow(slots, 0, 4), mine[0].narrow(slots, 0, 4))
+                assert torch.equal(part[row].narrow(slots, 4, M - 4), old[row].narrow(slots, 4, M - 4))
+        assert not torch.equal(part[0], old[0])
+        assert torch.equal(whole[1], mine[0])
+    assert all(torch.equal(part, old) for part, old in zip(source, kept, strict=True))
+
+
+def test_copy_row_takes_other_sizes_and_dtypes(rng):
+    """Rows with room for more take what fits, converted to their dtype."""
+    long, short = kv_cache(rng), kv_cache(rng, batch=1)
+    short = KVCache(*(part[:, :, :6].double() for part in short))
+    copy_row_(long, short, 6)
+    assert all(torch.equal(part[1, :, :6], mine[0].float()) for part, mine in zip(long, short, strict=True))
