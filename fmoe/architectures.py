@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fmoe.functional import Kernels, RouterConfig
-from fmoe.models import deepseek_v2, deepseek_v3, mixtral, qwen2_moe, qwen3_moe, qwen3_next
+from fmoe.models import deepseek_v2, deepseek_v3, granitemoe, hunyuan_v1_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_next
 from fmoe.models.decoder import DecoderConfig as DecoderConfig
 from fmoe.models.decoder import Layers as Layers
 from fmoe.models.decoder import Params as Params
@@ -73,7 +73,16 @@ KNOWN: tuple[Architecture, ...] = (
     qwen3_next,
     deepseek_v2,
     deepseek_v3,
+    granitemoe,
+    hunyuan_v1_moe,
 )
+_LLAMA4 = "a weight multiplies the input of an expert instead of its output, and attention is chunked; neither is built"
+REFUSED: Mapping[str, str] = {  # model_type and architectures of families that are known, and why they do not run
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "Llama4ForConditionalGeneration": _LLAMA4,
+    "Llama4ForCausalLM": _LLAMA4,
+}
 
 
 def find_architecture(raw: Mapping[str, Any], /) -> Architecture:
@@ -81,6 +90,7 @@ def find_architecture(raw: Mapping[str, Any], /) -> Architecture:
 
     Raises:
         ValueError: neither is known, the message lists what is; or ``architectures`` is no list of names.
+        NotImplementedError: the family is one of ``REFUSED``.
     """
     declared = [] if raw.get("architectures") is None else raw["architectures"]
     if not isinstance(declared, list) or not all(isinstance(name, str) for name in declared):
@@ -92,6 +102,9 @@ def find_architecture(raw: Mapping[str, Any], /) -> Architecture:
     for family in KNOWN:
         if model_type in family.MODEL_TYPES:
             return family
+    for name in (*declared, model_type):
+        if isinstance(name, str) and name in REFUSED:
+            raise NotImplementedError(f"config.json: {name} is not implemented: {REFUSED[name]}")
     known = ", ".join(sorted(name for family in KNOWN for name in family.MODEL_TYPES))
     raise ValueError(
         f"config.json: model_type {brief(model_type)} with architectures {brief(declared)} is unknown; "

@@ -42,6 +42,8 @@ class DecoderConfig:
     window: int | None = None  # tokens that layers with a sliding window see, the token itself included
     rotate_float32: bool = False  # cos and sin stay float32 instead of the model's dtype
     draft_layers: int = 0  # stored behind the others, not read
+    embedding_scale: float = 1.0  # multiplies the embedding's rows
+    logits_divisor: float = 1.0  # of the logits, which the weight of the final norm holds
 
 
 class LayerParams(NamedTuple):
@@ -96,8 +98,7 @@ def decoder_config(
         layer_kinds: layer by layer.
         rope: rotation.
         tied: default of ``tie_word_embeddings``.
-        window: as in DecoderConfig.
-        rotate_float32: as in DecoderConfig.
+        window, rotate_float32: as in DecoderConfig.
         drafts: default of ``num_nextn_predict_layers``, which is also ``num_mtp_layers``.
         eps: default of ``rms_norm_eps``.
     """
@@ -166,6 +167,8 @@ def start_step(
 ) -> tuple[Stream, Placement]:
     """Look the tokens up and place them behind what the state holds; ``slots`` is that of ``place_tokens``."""
     x_BTD = F.embedding(tokens_BT, embed_VD)
+    if config.embedding_scale != 1.0:
+        x_BTD = x_BTD * config.embedding_scale
     placement = place_tokens(
         state.lengths_B,
         state.inv_freq_R,
@@ -226,17 +229,13 @@ def forward(
 def compute_logits(
     x_BD: Tensor, norm_D: Tensor, head_VD: Tensor, /, *, eps: float, linear: Callable[..., Tensor] = F.linear
 ) -> Tensor:
-    """Final norm and head.
+    """Final norm and head: logits, float32 [..., V].
 
     Args:
         x_BD: hidden, [..., D].
-        norm_D: weight of the final norm.
+        norm_D, eps: of the final norm.
         head_VD: output embedding.
-        eps: of the norm.
         linear: ``Kernels.linear``.
-
-    Returns:
-        float32 [..., V].
     """
     return linear(rms_norm(x_BD, norm_D, eps=eps), head_VD).float()
 

@@ -31,6 +31,7 @@ class AttentionConfig:
     eps: float
     gated: bool = False  # sigmoid of a second half of q_proj multiplies the output
     window: int | None = None  # tokens that one sees, itself included; None is all before it
+    rotates_first: bool = False  # q and k are normed after the rotation
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -69,7 +70,15 @@ def attention_config(raw: Raw, *, eps: float, gated: bool = False) -> AttentionC
 
 
 def attention_params(
-    fill: Fill, prefix: str, config: AttentionConfig, hidden: int, /, *, biased: str = "", norm: str | None = None
+    fill: Fill,
+    prefix: str,
+    config: AttentionConfig,
+    hidden: int,
+    /,
+    *,
+    biased: str = "",
+    norm: str | None = None,
+    norm_names: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> AttentionParams:
     """Describe one layer's parameters.
 
@@ -80,6 +89,7 @@ def attention_params(
         hidden: D.
         biased: projections with a bias: none, ``qkv`` or ``qkvo``.
         norm: ``standard`` or ``centred`` q and k norms over the head's channels, or None.
+        norm_names: of those two in the checkpoint.
     """
     size = config.head_size
     queries, keys = config.heads * size, config.kv_heads * size
@@ -99,7 +109,7 @@ def attention_params(
         bias_N = rows(fill, [Piece(f"{prefix}.{name}_proj.bias", (n,)) for name, n in sizes.items()])
     if "o" in biased:
         bias_out_D = plain(fill, f"{prefix}.o_proj.bias", (hidden,))
-    norm_HC = None if norm is None else _head_norms(fill, prefix, config, centred=norm == "centred")
+    norm_HC = None if norm is None else _head_norms(fill, prefix, norm_names, config, centred=norm == "centred")
     w_out_DN = matrix(fill, f"{prefix}.o_proj.weight", (hidden, queries))
     return AttentionParams(w_in_ND, bias_N, norm_HC, w_out_DN, bias_out_D)
 
@@ -108,14 +118,14 @@ def _half_of_each_head(w_ND: Tensor, size: int, half: int) -> Tensor:
     return rearrange(w_ND, "(h two c) d -> two (h c) d", two=2, c=size)[half]
 
 
-def _head_norms(fill: Fill, prefix: str, config: AttentionConfig, *, centred: bool) -> Tensor:
+def _head_norms(fill: Fill, prefix: str, names: tuple[str, str], config: AttentionConfig, *, centred: bool) -> Tensor:
     def spread(count: int, w: Tensor) -> Tensor:
         return (w.float() + 1.0 if centred else w).expand(count, -1)
 
     heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
     pieces = [
-        Piece(f"{prefix}.q_norm.weight", (size,), (slice(0, heads),), lambda w: spread(heads, w)),
-        Piece(f"{prefix}.k_norm.weight", (size,), (slice(heads, heads + kv_heads),), lambda w: spread(kv_heads, w)),
+        Piece(f"{prefix}.{names[0]}.weight", (size,), (slice(0, heads),), lambda w: spread(heads, w)),
+        Piece(f"{prefix}.{names[1]}.weight", (size,), (slice(heads, heads + kv_heads),), lambda w: spread(kv_heads, w)),
     ]
     return fill((heads + kv_heads, size), pieces, dtype=torch.float32 if centred else None)
 
@@ -136,7 +146,7 @@ def attention_mixer(
         A tensor like x.
     """
     projected_BTN = kernels.linear(x_BTD, params.w_in_ND, params.bias_N)
-    if kernels.attend_step is not None and x_BTD.shape[1] == 1:
+    if kernels.attend_step is not None and x_BTD.shape[1] == 1 and not config.rotates_first:
         options = {"heads": config.heads, "eps": config.eps, "window": config.window}
         out_BTN = kernels.attend_step(projected_BTN, params.norm_HC, cache, placement, **options)
     else:
@@ -156,16 +166,22 @@ def _attend_projected(
     qk_BTN, v_BTN, gate_BTN = projected_BTN.split_with_sizes(config.split_sizes, -1)
     step = projected_BTN.shape[:2]
     qk_BTHC = qk_BTN.view(*step, config.heads + config.kv_heads, config.head_size)
-    if norm_HC is not None:
+    if norm_HC is not None and not config.rotates_first:
         qk_BTHC = rms_norm(qk_BTHC, norm_HC, eps=config.eps)
     qk_BTHC = apply_rotary(qk_BTHC, placement.cos_BTR, placement.sin_BTR)
+    if norm_HC is not None and config.rotates_first:
+        qk_BTHC = rms_norm(qk_BTHC, norm_HC, eps=config.eps)
     q_BTHC, k_BTJC = qk_BTHC.split_with_sizes([config.heads, config.kv_heads], 2)
     append_kv_(cache, k_BTJC, v_BTN.view(*step, config.kv_heads, config.head_size), placement.positions_BT)
-    mask_BTM = placement.mask_BTM if config.window is None else placement.window_mask_BTM
-    assert mask_BTM is not None
-    visible = mask_BTM.shape[-1]
-    attend = kernels.attend_decode if step[1] == 1 else kernels.attend_prefill
-    out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], mask_BTM)
+    if placement.mask_BTM is None:  # one token, of a kind that attend_step does not do
+        assert kernels.attend_lengths is not None and config.window is None
+        out_BTHC = kernels.attend_lengths(q_BTHC, *cache, placement.lengths_B)
+    else:
+        mask_BTM = placement.mask_BTM if config.window is None else placement.window_mask_BTM
+        assert mask_BTM is not None
+        visible = mask_BTM.shape[-1]
+        attend = kernels.attend_decode if step[1] == 1 else kernels.attend_prefill
+        out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], mask_BTM)
     out_BTN: Tensor = out_BTHC.flatten(-2)
     return out_BTN * gate_BTN.sigmoid() if config.gated else out_BTN
 

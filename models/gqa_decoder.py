@@ -36,7 +36,8 @@ class Config:
     shared: SharedPlan
     names: ExpertNames
     biased: str = ""  # attention projections with a bias: none, qkv or qkvo
-    head_norms: bool = False  # q and k are normed per head, before the rotation
+    head_norms: bool = False  # q and k are normed per head
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # of those norms in the checkpoint
 
 
 def read_experts(raw: Raw, key: str = "num_experts", *, minimum: int = 0) -> int:
@@ -82,6 +83,7 @@ def build_params(fill: Fill, config: Config, *, moe: str = "mlp") -> Params:
                     hidden,
                     biased=config.biased,
                     norm="standard" if config.head_norms else None,
+                    norm_names=config.norm_names,
                 ),
                 plain(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
                 moe_params(

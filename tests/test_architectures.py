@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fmoe.architectures import KNOWN, find_architecture, ignored_tensors
+from fmoe.architectures import KNOWN, REFUSED, find_architecture, ignored_tensors
 from fmoe.models import qwen3_next
 
 
@@ -44,6 +44,32 @@ def test_an_unknown_family_lists_the_known(raw, start):
     assert listed == sorted(listed)
     assert set(listed) == {name for family in KNOWN for name in family.MODEL_TYPES}
     assert "qwen3_next" in listed
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        (
+            {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"]},
+            "Llama4ForConditionalGeneration",
+        ),
+        ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "Llama4ForCausalLM"),
+        ({"model_type": "llama4_text"}, "llama4_text"),
+        ({"model_type": "llama4", "architectures": ["SomebodysOwn"]}, "llama4"),
+    ],
+    ids=str,
+)
+def test_llama4_is_refused_with_the_reason(raw, name):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"{name} is not implemented: a weight multiplies the input of an expert .*, and attention is chunked",
+    ):
+        find_architecture(raw)
+
+
+def test_no_family_is_both_known_and_refused():
+    known = {name for family in KNOWN for name in (*family.MODEL_TYPES, *family.ARCHITECTURES)}
+    assert not known & REFUSED.keys()
 
 
 @pytest.mark.parametrize("value", [5, 0, True, False, 1.5, "x", "", {}, [5], ["Qwen3NextForCausalLM", None]], ids=repr)

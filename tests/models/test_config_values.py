@@ -109,6 +109,25 @@ DEEPSEEK = COMMON | {
 }
 V2 = {"topk_method": "group_limited_greedy", "scoring_func": "softmax", "norm_topk_prob": False}
 V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+GRANITE = {
+    "num_local_experts": 8,
+    "shared_intermediate_size": 80,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 6.0,
+}
+HUNYUAN = {
+    "head_dim": 16,
+    "attention_head_dim": 16,
+    "num_experts": 8,
+    "moe_topk": [2] * 4,
+    "moe_intermediate_size": [40] * 4,
+    "num_shared_expert": [1] * 4,
+    "use_qk_norm": True,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 FAMILIES = {
     "mixtral": COMMON | {"num_local_experts": 8, "head_dim": 8, "sliding_window": 16},
     "qwen2_moe": QWEN,
@@ -116,6 +135,8 @@ FAMILIES = {
     "qwen3_next": QWEN | NEXT,
     "deepseek_v2": DEEPSEEK | V2,
     "deepseek_v3": DEEPSEEK | V3,
+    "granitemoeshared": COMMON | GRANITE,
+    "hunyuan_v1_moe": COMMON | HUNYUAN,
 }
 
 
@@ -186,7 +207,14 @@ def test_what_no_model_has_is_refused(name, value):
 def test_zero_is_refused_where_it_makes_no_sense(name):
     raw = FAMILIES[name] | {"model_type": name}
     meaningful = {"rms_norm_eps", "first_k_dense_replace", "num_experts", "shared_expert_intermediate_size", "mscale"}
-    meaningful |= {"n_shared_experts", "num_nextn_predict_layers", "num_mtp_layers", "max_window_layers"}
+    meaningful |= {
+        "shared_intermediate_size",
+        "n_shared_experts",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "max_window_layers",
+    }
+    meaningful -= {"num_experts"} if name == "hunyuan_v1_moe" else set()  # all of its layers have experts
     unread = {"rope_theta"}  # rope_parameters has its own
     unread |= {"sliding_window"} if name == "qwen3_next" else set()
     unread |= {"partial_rotary_factor"} if name.startswith("deepseek") else set()
