@@ -151,6 +151,10 @@ class Shelf:
             return None
         return kept if fits(kept) else None
 
+    def peek(self) -> Any:
+        """Show what is kept, or None; it stays."""
+        return next(iter(self._kept), None)
+
     def put(self, kept: object, /) -> None:
         """Keep this instead of what is there."""
         self._kept[:] = [kept]

@@ -4,7 +4,7 @@ Letters: B rows, T tokens, D hidden, V vocabulary.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import count, groupby
 from typing import Any, NamedTuple
@@ -35,6 +35,9 @@ ROOM = 512  # positions by which caches grow where steps do not depend on their 
 SCORE_CHUNK = 512  # positions whose logits are in memory at once
 
 
+Keep = Callable[[State, list[list[int]]], None]
+
+
 class Token(NamedTuple):
     """One generated token; the log-probabilities are those of the model's own distribution."""
 
@@ -48,6 +51,11 @@ def new_state(model: Model, batch: int, tokens: int, /) -> State:
     return model.architecture.init_state(
         model.config, batch, cache_slots(tokens), dtype=model.dtype, device=model.device
     )
+
+
+def batch_capacity(steps: Steps, tokens: int, /) -> int:
+    """Give the positions of a batch; where nothing depends on their number, more of them serve longer prompts."""
+    return tokens if steps.masked else -(-tokens // ROOM) * ROOM
 
 
 def run(model: Model, steps: Steps, tokens_BT: Tensor, state: State, /, *, visible: int) -> tuple[Tensor, State]:
@@ -131,8 +139,8 @@ def decode_batch(
     is_active: Callable[[int], bool] = lambda row: True,
     machine: Machine | None = None,
     origin: Origin | None = None,
-    keep: Callable[[State, list[list[int]]], None] | None = None,
-) -> Iterator[list[Token]]:
+    keep: Keep | None = None,
+) -> Generator[list[Token], None, None]:
     """Generate one token per row and turn, until max_new_tokens or until the caller stops asking.
 
     Row i is sampled with seed + first_row + i and the number of tokens it has, so its tokens do not depend on the
@@ -224,8 +232,7 @@ class _Batch:
         _, rows, self.choice = self.kind = kind
         self.params, self.steps, self.decoder = model.params, steps, model.config.decoder
         self.launcher = Launcher(machine)
-        # Where nothing depends on the number of slots, room for more lets the batch serve longer prompts.
-        self.capacity = tokens if steps.masked else -(-tokens // ROOM) * ROOM
+        self.capacity = batch_capacity(steps, tokens)
         self.state = new_state(model, rows, self.capacity)
         tokens_B, counters_B = torch.zeros(2, rows, dtype=torch.int64, device=model.device).unbind()
         self.cursor = Cursor(tokens_B.clone(), self.state.lengths_B, counters_B.clone())

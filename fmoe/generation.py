@@ -13,19 +13,22 @@ from tqdm import tqdm
 from fmoe.compile.step import Steps
 
 from .ambient import check_model, undisturbed
+from .cache_size import check_room, choose_batch_size
 from .completion import Completion, Row, StreamedToken, shown_logprobs
-from .decoding import PREFILL_CHUNK, SCORE_CHUNK, compute_head, decode_batch, explain_nan, new_state, run
+from .decoding import PREFILL_CHUNK, SCORE_CHUNK, Keep, compute_head, decode_batch, explain_nan, new_state, run
 from .model import Model, check_progress, choose_steps
 from .options import Options, is_integer, resolve_options
 from .prompts import Prompt, encode_prompt, split_prompts, stack_ids
+from .states import State, check_state
 
 BATCH_SIZE = 16
 
 
 def generate(
     model: Model,
-    prompts: Prompt | Iterable[Prompt],
+    prompts: Prompt | Iterable[Prompt] = "",
     *,
+    state: State | None = None,
     max_new_tokens: int = 128,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -36,7 +39,7 @@ def generate(
     stop: str | Sequence[str] | None = None,
     ignore_eos: bool = False,
     logprobs: int | None = None,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int | None = None,
     progress: bool | None = None,
 ) -> list[Completion]:
     """Continue each prompt.
@@ -45,6 +48,9 @@ def generate(
         model: from ``fmoe.load``.
         prompts: strings, lists of token ids or chats (lists of messages with role and content); one of these alone
             is a list of one. Integer tensors and arrays are token ids, [T] of one prompt or [B, T].
+        state: what all prompts go on from, of ``fmoe.prefill``; it is not run again, and not changed. A prompt is then
+            a continuation: a text, encoded alone and without what opens a text; token ids; ``""``, which adds nothing;
+            or a chat, given whole, that begins with the state's tokens. ``[""] * n`` are n continuations of one state.
         max_new_tokens: at most this many tokens per prompt.
         temperature: 0 is greedy. This and the next four: None takes the checkpoint's generation_config.json.
         top_p: keep the smallest set of tokens whose probability reaches it.
@@ -55,18 +61,19 @@ def generate(
         stop: strings that end a text; they are not part of it.
         ignore_eos: go on after end-of-sequence tokens.
         logprobs: n gives each token's own log-probability and the n largest; None gives none.
-        batch_size: prompts that run together.
+        batch_size: prompts that run together; None takes 16, or as many as the free memory holds.
         progress: a bar of tokens on standard error; None shows it on a terminal for work of over two seconds.
 
     Returns:
         One Completion per prompt, in their order.
 
     Raises:
-        ValueError: a prompt or an argument cannot be used; nothing was generated.
+        ValueError: a prompt, the state or an argument cannot be used, or the caches do not fit into memory; nothing
+            was generated.
         RuntimeError: the model's logits held NaN or infinity; the message names the layer.
     """
     check_model(model, "generate")
-    options = _resolve(
+    options = resolve(
         model,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -79,19 +86,28 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
-    if not is_integer(batch_size) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r} must be an int >= 1")
+    if batch_size is not None and (not is_integer(batch_size) or batch_size < 1):
+        raise ValueError(f"batch_size={batch_size!r} must be None or an int >= 1")
     check_progress(progress)
+    seen = _check_origin(model, state)
     encoded = [
-        encode_prompt(model, prompt, max_new_tokens=max_new_tokens, name=f"prompt {i}")
+        encode_prompt(model, prompt, max_new_tokens=max_new_tokens, name=f"prompt {i}", seen=seen)
         for i, prompt in enumerate(split_prompts(prompts))
     ]
     rows = [Row(model, ids, options) for ids in encoded]
-    _run_rows(model, rows, options, batch_size=batch_size, progress=progress)
+    _run_rows(model, rows, options, origin=state, batch_size=batch_size, progress=progress)
     return [row.completion() for row in rows]
 
 
-def _resolve(model: Model, *, ignore_eos: bool, **options: Any) -> Options:
+def _check_origin(model: Model, state: State | None) -> tuple[int, ...] | None:
+    """Refuse what is no state of this model, and give the tokens that a state holds."""
+    if state is None:
+        return None
+    check_state(model, state)
+    return state.token_ids
+
+
+def resolve(model: Model, *, ignore_eos: bool, **options: Any) -> Options:
     """Put arguments over the model's defaults and check them."""
     if not isinstance(ignore_eos, bool):
         raise ValueError(f"ignore_eos={ignore_eos!r} must be True or False")
@@ -103,9 +119,19 @@ def _resolve(model: Model, *, ignore_eos: bool, **options: Any) -> Options:
     return resolved
 
 
-def _run_rows(model: Model, rows: Sequence[Row], options: Options, *, batch_size: int, progress: bool | None) -> None:
+def _run_rows(
+    model: Model,
+    rows: Sequence[Row],
+    options: Options,
+    *,
+    origin: State | None,
+    batch_size: int | None,
+    progress: bool | None,
+) -> None:
     """Finish every row, batch by batch, with a bar of tokens."""
-    steps = choose_steps(model, sum(len(row.prompt_ids) + options.max_new_tokens for row in rows))
+    lengths = [len(row.prompt_ids) + options.max_new_tokens for row in rows]
+    steps = choose_steps(model, sum(lengths) - len(rows) * (len(origin) if origin is not None else 0))
+    size = choose_batch_size(model, steps, lengths, batch_size=batch_size, usual=BATCH_SIZE)
     bar = tqdm(
         total=options.max_new_tokens * len(rows),
         desc="generating",
@@ -115,15 +141,19 @@ def _run_rows(model: Model, rows: Sequence[Row], options: Options, *, batch_size
         disable=None if progress is None else not progress,
     )
     with undisturbed(model), bar:
-        for start in range(0, len(rows), batch_size):
-            for count in _run_batch(model, steps, rows[start : start + batch_size], options, first_row=start):
+        for start in range(0, len(rows), size):
+            batch = rows[start : start + size]
+            for count in _run_batch(model, steps, batch, options, first_row=start, origin=origin):
                 bar.update(count)
 
 
-def _run_batch(model: Model, steps: Steps, batch: Sequence[Row], options: Options, *, first_row: int) -> Iterator[int]:
+def _run_batch(
+    model: Model, steps: Steps, batch: Sequence[Row], options: Options, *, first_row: int, origin: State | None
+) -> Iterator[int]:
     """Finish the rows of one batch; give the number of tokens done after each, those that a row will not need too."""
     prompts, is_active = [row.prompt_ids for row in batch], partial(_is_unfinished, batch)
-    for tokens in decode_batch(model, steps, prompts, options, first_row=first_row, is_active=is_active):
+    turns = decode_batch(model, steps, prompts, options, first_row=first_row, is_active=is_active, origin=origin)
+    for tokens in turns:
         active = [(row, token) for row, token in zip(batch, tokens, strict=True) if row.finish_reason is None]
         for row, token in active:
             row.push(token)
@@ -138,8 +168,9 @@ def _is_unfinished(rows: Sequence[Row], row: int) -> bool:
 
 def stream(
     model: Model,
-    prompt: Prompt,
+    prompt: Prompt = "",
     *,
+    state: State | None = None,
     max_new_tokens: int = 128,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -150,7 +181,7 @@ def stream(
     stop: str | Sequence[str] | None = None,
     ignore_eos: bool = False,
 ) -> Iterator[str]:
-    """Continue one prompt and give its text piece by piece; the pieces join to ``generate``'s text.
+    """Continue one prompt, or a state, and give its text piece by piece; the pieces join to ``generate``'s text.
 
     Arguments and errors are those of ``generate``; they are checked by this call, before the first piece is asked
     for. Never half a character, never the beginning of a stop string, never "".
@@ -164,6 +195,7 @@ def stream(
     tokens = stream_tokens(
         model,
         prompt,
+        state=state,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -179,8 +211,9 @@ def stream(
 
 def stream_tokens(
     model: Model,
-    prompt: Prompt,
+    prompt: Prompt = "",
     *,
+    state: State | None = None,
     max_new_tokens: int = 128,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -198,7 +231,7 @@ def stream_tokens(
     for. Without a tokenizer the texts are "".
     """
     check_model(model, "stream_tokens")
-    options = _resolve(
+    options = resolve(
         model,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -211,17 +244,27 @@ def stream_tokens(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
-    row = Row(model, encode_prompt(model, prompt, max_new_tokens=max_new_tokens), options)
-    return _stream_row(model, row, options)
+    seen = _check_origin(model, state)
+    ids = encode_prompt(model, prompt, max_new_tokens=max_new_tokens, seen=seen)
+    steps = choose_steps(model, len(ids) - len(seen or ()) + options.max_new_tokens)
+    check_room(model, steps, 1, len(ids) + options.max_new_tokens)
+    return stream_row(model, steps, Row(model, ids, options), origin=state)
 
 
-def _stream_row(model: Model, row: Row, options: Options) -> Iterator[StreamedToken]:
-    steps = choose_steps(model, len(row.prompt_ids) + options.max_new_tokens)
-    turns = decode_batch(model, steps, [row.prompt_ids], options)
-    while row.finish_reason is None:
+def stream_row(
+    model: Model, steps: Steps, row: Row, /, *, origin: State | None = None, keep: Keep | None = None
+) -> Iterator[StreamedToken]:
+    """Generate one row token by token; ``origin`` and ``keep`` as in ``decode_batch``."""
+    turns = decode_batch(model, steps, [row.prompt_ids], row.options, origin=origin, keep=keep)
+    finished = False
+    while not finished:
         with undisturbed(model):
             [token] = next(turns)
         text = row.push(token)
+        finished = row.finish_reason is not None
+        if finished:
+            with undisturbed(model):
+                turns.close()
         yield StreamedToken(token.id, text, row.finish_reason, shown_logprobs(token))
 
 

@@ -75,7 +75,15 @@ def split_prompts(prompts: Prompt | Iterable[Prompt], /, *, name: str = "prompts
     return [listed] if is_single else listed
 
 
-def encode_prompt(model: Model, prompt: Prompt, /, *, max_new_tokens: int, name: str = "the prompt") -> list[int]:
+def encode_prompt(
+    model: Model,
+    prompt: Prompt,
+    /,
+    *,
+    max_new_tokens: int,
+    name: str = "the prompt",
+    seen: Sequence[int] | None = None,
+) -> list[int]:
     """Turn a string, token ids or chat messages into checked token ids.
 
     Args:
@@ -83,15 +91,22 @@ def encode_prompt(model: Model, prompt: Prompt, /, *, max_new_tokens: int, name:
         prompt: one prompt.
         max_new_tokens: tokens that must still fit behind it.
         name: how messages call the prompt.
+        seen: token ids that a state holds. The prompt is then what follows: a text, encoded alone and without what the
+            checkpoint puts before one; token ids; nothing (an empty text or list); or a whole chat that begins with
+            them.
+
+    Returns:
+        All token ids, those that were seen in front.
 
     Raises:
         ValueError: empty, unknown ids, too long, or text without a tokenizer.
     """
-    ids = _token_ids(model, prompt, name)
+    ids = _token_ids(model, prompt, name) if seen is None else _continue_ids(model, prompt, name, seen)
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token")
     vocab_size, limit = model.config.decoder.vocab_size, model.config.decoder.max_context
     check_ids(ids, vocab_size, name)
+    name = name if seen is None else f"{name} with the {len(seen)} tokens of its state"
     if len(ids) > limit:
         raise ValueError(f"{name} has {len(ids)} tokens, more than the model's context of {limit}; shorten it")
     if len(ids) + max_new_tokens > limit:
@@ -148,6 +163,25 @@ def _is_text(prompt: object) -> bool:
     if isinstance(prompt, list | tuple):
         return bool(prompt) and all(isinstance(item, Mapping) for item in prompt)
     return isinstance(prompt, str)
+
+
+def _continue_ids(model: Model, prompt: Prompt, name: str, seen: Sequence[int]) -> list[int]:
+    """Put what a state holds before the ids of what follows; a chat holds it already."""
+    if isinstance(prompt, str):
+        if prompt and model.text is None:
+            _token_ids(model, prompt, name)  # raises
+        rest = texts.encode(model.text, prompt, special_tokens=False) if model.text is not None else []
+        return [*seen, *rest]
+    ids = _token_ids(model, prompt, name)
+    if not _is_text(prompt):
+        return [*seen, *ids]
+    if ids[: len(seen)] != list(seen):
+        shared = next((i for i, (one, other) in enumerate(zip(ids, seen, strict=False)) if one != other), len(ids))
+        raise ValueError(
+            f"{name} is a chat that differs from its state at token {shared} of {len(seen)}; give the whole chat, "
+            "beginning with the messages of the state, or leave the state out"
+        )
+    return ids
 
 
 def _token_ids(model: Model, prompt: Prompt, name: str) -> list[int]:

@@ -316,7 +316,7 @@ def test_bad_arguments(demo, options, message, nothing_runs):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, r"batch_size=0 must be an int >= 1"),
+        ({"batch_size": 0}, r"batch_size=0 must be None or an int >= 1"),
         ({"batch_size": 2.0}, r"batch_size=2.0 must be"),
         ({"batch_size": True}, r"batch_size=True must be"),
         ({"progress": "x"}, r"progress='x' must be True, False or None"),
