@@ -42,12 +42,6 @@ def test_the_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-@pytest.fixture(autouse=True)
-def name_bytes(monkeypatch):
-    """Masks are read as bytes."""
-    monkeypatch.setitem(offline.TYPES, torch.uint8, "u8")
-
-
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 

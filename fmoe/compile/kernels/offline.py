@@ -38,6 +38,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -133,13 +134,24 @@ def _read_amdgcn(text: str) -> tuple[int, int]:
     return counts["vgpr_count"], counts["vgpr_spill_count"] + counts["sgpr_spill_count"]
 
 
-def empty_weight(*shape: int, dtype: torch.dtype, parts: int = 1) -> Weight:
-    """Give a weight on the meta device, in FP8 blocks where that is its dtype."""
-    w = torch.empty(shape, dtype=dtype, device="meta")
-    if dtype != FP8:
-        return w
+def empty_weight(
+    *shape: int, dtype: torch.dtype, parts: int = 1, rest: int = 0, activations: torch.dtype = torch.bfloat16
+) -> Weight:
+    """Give a weight on the meta device, in FP8 blocks where that is its dtype.
+
+    Args:
+        shape: of the weight.
+        dtype: of the weight.
+        parts: 2 for gate and up rows.
+        rest: of a matrix in FP8 blocks, how many of its rows are not.
+        activations: their dtype.
+    """
     *outer, rows, columns = shape
-    return Fp8(w, torch.empty(*outer, count_blocks(rows, parts=parts), count_blocks(columns), device="meta"))
+    if dtype != FP8:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    w = torch.empty(*outer, rows - rest, columns, dtype=dtype, device="meta")
+    scale = torch.empty(*outer, count_blocks(rows - rest, parts=parts), count_blocks(columns), device="meta")
+    return Fp8(w, scale, torch.empty(rest, columns, dtype=activations, device="meta") if rest else None)
 
 
 def record_layer(
