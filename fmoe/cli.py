@@ -16,6 +16,7 @@ from .cli_bench import bench_command
 from .cli_machine import doctor_command, tune_command
 from .cli_options import choosing, command, loading, quiet_progress, running, sampling, split_options, switches
 from .completion import StreamedToken
+from .conversation import Conversation
 from .generation import BATCH_SIZE, generate, stream_tokens
 from .info import describe
 from .inputs import check_input, check_utf8, read_prompts, read_text
@@ -77,7 +78,9 @@ class _Meter:
 @click.option("--logprobs", type=int, metavar="N", help="With --json: each token's log-probability and the N largest.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per completion and line.")
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), default=BATCH_SIZE, show_default=True, help="Prompts that run together."
+    "--batch-size",
+    type=click.IntRange(min=1),
+    help=f"Prompts that run together.  [default: {BATCH_SIZE}, or as many as fit into memory]",
 )
 @switches
 @command
@@ -87,7 +90,7 @@ def generate_command(
     path: str,
     logprobs: int | None,
     as_json: bool,
-    batch_size: int,
+    batch_size: int | None,
     quiet: bool,
     **options: Any,
 ) -> None:
@@ -186,17 +189,17 @@ def chat_command(
     opening = [] if system is None else [{"role": "system", "content": system}]
     stream_tokens(model, [*opening, {"role": "user", "content": "?"}], **options)  # raises where no turn could be run
     LOG.info(CHAT_HELP)
-    messages = list(opening)
+    messages, conversation = list(opening), Conversation(model)
     for line in _read_lines():
         if line == "/quit":
             break
         if line == "/reset":
-            messages = list(opening)
+            messages, conversation = list(opening), Conversation(model)
             LOG.info("the conversation is forgotten")
         elif line == "/help":
             click.echo(CHAT_HELP, err=True)
         elif line:
-            messages = _take_turn(model, messages, line, **options)
+            messages = _take_turn(conversation, messages, line, **options)
 
 
 def _read_lines() -> Iterator[str]:
@@ -211,11 +214,13 @@ def _read_lines() -> Iterator[str]:
             return
 
 
-def _take_turn(model: Model, messages: list[dict[str, str]], line: str, **options: Any) -> list[dict[str, str]]:
+def _take_turn(
+    conversation: Conversation, messages: list[dict[str, str]], line: str, **options: Any
+) -> list[dict[str, str]]:
     """Stream the reply to one more message and return the longer conversation, or the old one where that fails."""
     asked = [*messages, {"role": "user", "content": line}]
     try:
-        tokens = stream_tokens(model, asked, **options)
+        tokens = conversation.stream(asked, **options)
     except ValueError as error:
         click.echo(f"Error: {error}. This message was dropped; /reset forgets the earlier ones", err=True)
         return messages

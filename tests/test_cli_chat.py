@@ -69,15 +69,18 @@ def loaded_chat(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> fmoe.Mode
 
 
 class Talk:
-    """Stand in for stream_tokens: remember the messages, and reply with what was prepared."""
+    """Stand in for every Conversation: remember the messages, and reply with what was prepared."""
 
     def __init__(self, *replies: list[str | BaseException] | Exception) -> None:
-        self.replies = iter([["probe"], *replies])
+        self.replies = iter(replies)
         self.asked: list[list[str]] = []
+        self.begun = 0
 
-    def __call__(
-        self, model: fmoe.Model, messages: list[dict[str, str]], **options: Any
-    ) -> Iterator[fmoe.StreamedToken]:
+    def __call__(self, model: fmoe.Model) -> "Talk":
+        self.begun += 1
+        return self
+
+    def stream(self, messages: list[dict[str, str]], **options: Any) -> Iterator[fmoe.StreamedToken]:
         reply = next(self.replies)
         self.asked.append([message["content"] for message in messages])
         if isinstance(reply, Exception):
@@ -98,7 +101,8 @@ def chat(chat_folder: Path, loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch)
 
     def talk(replies: list[Any], stdin: str, *arguments: str) -> tuple[Talk, Result]:
         stand_in = Talk(*replies)
-        monkeypatch.setattr(cli, "stream_tokens", stand_in)
+        monkeypatch.setattr(cli, "stream_tokens", lambda model, messages, **options: None)
+        monkeypatch.setattr(cli, "Conversation", stand_in)
         return stand_in, run("-q", "chat", "--model", str(chat_folder), *arguments, stdin=stdin)
 
     return talk
@@ -106,27 +110,28 @@ def chat(chat_folder: Path, loaded: fmoe.Model, monkeypatch: pytest.MonkeyPatch)
 
 def test_chat_reset_keeps_the_system_prompt(chat: Any) -> None:
     talk, result = chat([["A"], ["B"]], "one\n/reset\ntwo\n/quit\nthree\n", "--system", "S")
-    assert talk.asked[1:] == [["S", "one"], ["S", "two"]]
+    assert talk.asked == [["S", "one"], ["S", "two"]]
+    assert talk.begun == 2
     assert result.stdout == "A\nB\n"
     assert result.exit_code == 0
 
 
 def test_chat_interrupt_keeps_what_was_said(chat: Any) -> None:
     talk, result = chat([["so", " far", KeyboardInterrupt()], ["B"]], "one\ntwo\n")
-    assert talk.asked[1:] == [["one"], ["one", "so far", "two"]]
+    assert talk.asked == [["one"], ["one", "so far", "two"]]
     assert result.stdout == "so far\nB\n"
     assert result.exit_code == 0
 
 
 def test_chat_drops_a_turn_without_reply(chat: Any) -> None:
     talk, result = chat([[KeyboardInterrupt()], ["B"]], "one\ntwo\n")
-    assert talk.asked[1:] == [["one"], ["two"]]
+    assert talk.asked == [["one"], ["two"]]
     assert "dropped" in result.stderr
 
 
 def test_chat_drops_a_turn_that_does_not_fit(chat: Any) -> None:
     talk, result = chat([["A"], ValueError("too long"), ["C"]], "one\nlong\nthree\n")
-    assert talk.asked[1:] == [["one"], ["one", "A", "long"], ["one", "A", "three"]]
+    assert talk.asked == [["one"], ["one", "A", "long"], ["one", "A", "three"]]
     assert result.stdout == "A\nC\n"
     assert result.stderr == "Error: too long. This message was dropped; /reset forgets the earlier ones\n"
 
