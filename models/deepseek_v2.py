@@ -26,18 +26,8 @@ from .decoder import (
     residual_layer,
 )
 from .mla import LatentConfig, latent_cache, latent_config, latent_mixer, latent_params
-from .settings import (
-    MOST_EXPERTS,
-    MOST_SHARED,
-    SMALLEST,
-    Raw,
-    read_float,
-    read_int,
-    read_layers,
-    read_rope,
-    read_top_k,
-    require,
-)
+from .routers import read_choice
+from .settings import MOST_SHARED, SMALLEST, Raw, read_float, read_int, read_layers, read_rope, require
 from .weights import ExpertNames, Fill, gate_and_up, moe_params, plain
 
 MODEL_TYPES: tuple[str, ...] = ("deepseek_v2",)
@@ -90,23 +80,6 @@ def read_router(raw: Raw) -> RouterConfig:
     )
 
 
-def read_choice(raw: Raw, /, *, grouped: bool) -> tuple[int, int, int, int]:
-    """Read from how many experts how many are chosen: E, K, then G and the groups kept, 1 and 1 unless ``grouped``."""
-    experts = read_int(raw, "n_routed_experts", minimum=1, maximum=MOST_EXPERTS)
-    top_k = read_top_k(raw, experts)
-    if not grouped:
-        return experts, top_k, 1, 1
-    groups, kept = read_int(raw, "n_group", minimum=1), read_int(raw, "topk_group", minimum=1)
-    if experts % groups:
-        raise ValueError(f"config.json: n_group={groups} must divide n_routed_experts={experts}")
-    if kept <= groups and kept * (experts // groups) < top_k:
-        raise ValueError(
-            f"config.json: topk_group={kept} of n_group={groups} groups hold {kept * (experts // groups)} of "
-            f"n_routed_experts={experts}, fewer than num_experts_per_tok={top_k}"
-        )
-    return experts, top_k, groups, kept
-
-
 def latent_rope(raw: Raw) -> RopeConfig:
     """Read the rotation of the key channels that all heads share; ``head_dim`` is not what it may look like."""
     size = read_int(raw, "qk_rope_head_dim", minimum=2)
@@ -147,23 +120,24 @@ def make_config(
 
 def build_params(fill: Fill, config: Config) -> Params:
     """Describe every parameter of the model and the checkpoint tensors that fill it."""
-    hidden = config.decoder.hidden_size
-    layers = []
-    for i in range(len(config.decoder.layer_kinds)):
-        prefix = f"model.layers.{i}"
-        layers.append(
-            LayerParams(
-                plain(fill, f"{prefix}.input_layernorm.weight", (hidden,)),
-                latent_params(fill, f"{prefix}.self_attn", config.attention, hidden),
-                plain(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-                gate_and_up(fill, f"{prefix}.mlp", config.intermediate_size, hidden)
-                if i < config.dense_layers
-                else moe_params(
-                    fill, f"{prefix}.mlp", config.router, config.shared, config.expert_size, hidden, config.names
-                ),
-            )
-        )
-    return frame_params(fill, config.decoder, tuple(layers), plain(fill, "model.norm.weight", (hidden,)))
+    layers = tuple(
+        layer_params(fill, f"model.layers.{i}", config, sparse=i >= config.dense_layers)
+        for i in range(len(config.decoder.layer_kinds))
+    )
+    return frame_params(fill, config.decoder, layers, plain(fill, "model.norm.weight", (config.decoder.hidden_size,)))
+
+
+def layer_params(fill: Fill, prefix: str, config: Config, /, *, sparse: bool) -> LayerParams:
+    """Describe one layer, such as ``model.layers.0``, its MLP a mixture of experts where ``sparse``."""
+    hidden, mlp = config.decoder.hidden_size, f"{prefix}.mlp"
+    return LayerParams(
+        plain(fill, f"{prefix}.input_layernorm.weight", (hidden,)),
+        latent_params(fill, f"{prefix}.self_attn", config.attention, hidden),
+        plain(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+        moe_params(fill, mlp, config.router, config.shared, config.expert_size, hidden, config.names)
+        if sparse
+        else gate_and_up(fill, mlp, config.intermediate_size, hidden),
+    )
 
 
 def make_layers(config: Config, kernels: Kernels) -> Layers:

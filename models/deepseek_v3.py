@@ -6,19 +6,18 @@ Source: the published config.json of DeepSeek-V3 and Kimi-K2-Instruct; arXiv:241
 """
 
 from fmoe.functional.moe import SharedExperts
-from fmoe.functional.routing import RouterConfig
 
 from .deepseek_v2 import Config as Config
 from .deepseek_v2 import build_params as build_params
 from .deepseek_v2 import init_state as init_state
-from .deepseek_v2 import latent_rope, make_config, read_choice
+from .deepseek_v2 import latent_rope, make_config
 from .deepseek_v2 import make_layers as make_layers
 from .mla import latent_config
-from .settings import SMALLEST, Raw, read_bool, read_float, read_int, require
+from .routers import BIAS, read_sigmoid_router
+from .settings import Raw, read_bool, read_int
 
 MODEL_TYPES: tuple[str, ...] = ("deepseek_v3", "kimi_k2")
 ARCHITECTURES: tuple[str, ...] = ("DeepseekV3ForCausalLM",)
-BIAS = "gate.e_score_correction_bias"
 
 
 def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
@@ -28,27 +27,9 @@ def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
         raw,
         rope,
         latent_config(raw, rope, interleaved=read_bool(raw, "rope_interleave", True)),
-        read_router(raw),
+        read_sigmoid_router(raw),
         shared_experts=shared_experts,
         dense_layers=read_int(raw, "first_k_dense_replace", 3),
         bias=BIAS,
         drafts=1,
-    )
-
-
-def read_router(raw: Raw) -> RouterConfig:
-    """Read V3's rule: sigmoid scores, chosen with the bias among the best groups, weighed without it."""
-    require(raw, {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)})
-    experts, top_k, groups, kept = read_choice(raw, grouped=True)
-    return RouterConfig(
-        num_experts=experts,
-        top_k=top_k,
-        scoring="sigmoid",
-        renormalize=read_bool(raw, "norm_topk_prob", True),
-        sum_eps=1e-20,
-        scale=read_float(raw, "routed_scaling_factor", 2.5, minimum=SMALLEST),
-        groups=groups,
-        groups_kept=kept,
-        group_score="top2",
-        float32_logits=True,
     )

@@ -69,31 +69,32 @@ def build_params(fill: Fill, config: Config, *, moe: str = "mlp") -> Params:
         config: the model.
         moe: name of a layer's MoE block in the checkpoint.
     """
+    layers = tuple(
+        layer_params(fill, f"model.layers.{i}", config, sparse=sparse, moe=moe)
+        for i, sparse in enumerate(config.sparse_layers)
+    )
+    return frame_params(fill, config.decoder, layers, plain(fill, "model.norm.weight", (config.decoder.hidden_size,)))
+
+
+def layer_params(fill: Fill, prefix: str, config: Config, /, *, sparse: bool, moe: str = "mlp") -> LayerParams:
+    """Describe one layer, such as ``model.layers.0``; where ``sparse``, its MLP is the mixture of experts ``moe``."""
     hidden = config.decoder.hidden_size
-    layers = []
-    for i, sparse in enumerate(config.sparse_layers):
-        prefix = f"model.layers.{i}"
-        layers.append(
-            LayerParams(
-                plain(fill, f"{prefix}.input_layernorm.weight", (hidden,)),
-                attention_params(
-                    fill,
-                    f"{prefix}.self_attn",
-                    config.attention,
-                    hidden,
-                    biased=config.biased,
-                    norm="standard" if config.head_norms else None,
-                    norm_names=config.norm_names,
-                ),
-                plain(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-                moe_params(
-                    fill, f"{prefix}.{moe}", config.router, config.shared, config.expert_size, hidden, config.names
-                )
-                if sparse
-                else gate_and_up(fill, f"{prefix}.mlp", config.intermediate_size, hidden),
-            )
-        )
-    return frame_params(fill, config.decoder, tuple(layers), plain(fill, "model.norm.weight", (hidden,)))
+    return LayerParams(
+        plain(fill, f"{prefix}.input_layernorm.weight", (hidden,)),
+        attention_params(
+            fill,
+            f"{prefix}.self_attn",
+            config.attention,
+            hidden,
+            biased=config.biased,
+            norm="standard" if config.head_norms else None,
+            norm_names=config.norm_names,
+        ),
+        plain(fill, f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+        moe_params(fill, f"{prefix}.{moe}", config.router, config.shared, config.expert_size, hidden, config.names)
+        if sparse
+        else gate_and_up(fill, f"{prefix}.mlp", config.intermediate_size, hidden),
+    )
 
 
 def make_layers(config: Config, kernels: Kernels) -> Layers:

@@ -17,7 +17,6 @@ from fmoe.functional.cache import Cache, DeltaCache
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.moe import SharedExperts, SharedPlan, plan_shared_experts
-from fmoe.functional.rotary import RopeConfig
 from fmoe.functional.routing import RouterConfig
 
 from .decoder import (
@@ -35,21 +34,18 @@ from .gqa import AttentionConfig, AttentionParams, attention_cache, attention_co
 from .settings import (
     MOST_EXPERTS,
     MOST_SHARED,
-    SMALLEST,
     Raw,
     read_bool,
     read_eps,
     read_expert_size,
-    read_float,
     read_int,
     read_layer_types,
     read_layers,
-    read_rope,
+    read_partial_rope,
     read_shared_size,
     read_sparse_layers,
     read_top_k,
     require,
-    rope_keys,
 )
 from .weights import ExpertNames, Fill, Piece, gate_and_up, matrix, matrix_rows, moe_params, plain, zero_centred_norm
 
@@ -84,7 +80,7 @@ def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
     count = read_int(raw, "n_shared_experts", maximum=MOST_SHARED) if has_count else None
     shared_size = read_shared_size(raw, expert_size, count)
     return Config(
-        decoder=decoder_config(raw, kinds, _read_rope(raw, attention.head_size)),
+        decoder=decoder_config(raw, kinds, read_partial_rope(raw, attention.head_size, part=0.25, theta=10000.0)),
         attention=attention,
         delta=_read_delta(raw, attention.eps),
         router=RouterConfig(
@@ -98,14 +94,6 @@ def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
         expert_size=expert_size,
         shared=plan_shared_experts(count, shared_size, expert_size, requested=shared_experts),
     )
-
-
-def _read_rope(raw: Raw, head_size: int) -> RopeConfig:
-    """The first channels of each head rotate, ``partial_rotary_factor`` of them."""
-    rope = rope_keys(raw)
-    keys = raw if rope.get("partial_rotary_factor") is None else rope
-    part = read_float(keys, "partial_rotary_factor", 0.25, minimum=SMALLEST, maximum=1.0)
-    return read_rope(raw, int(head_size * part), theta=10000.0, apply_mscale=True)
 
 
 def _read_delta(raw: Raw, eps: float) -> DeltaConfig:

@@ -14,6 +14,11 @@ MOST_LAYERS, MOST_EXPERTS, MOST_SHARED = 10_000, 65_536, 1024  # more is a slip,
 SMALLEST, LARGEST = 1e-30, 1e30  # of a positive number, such that float32 holds it
 
 
+def with_defaults(raw: Raw, defaults: Raw) -> Raw:
+    """Put a family's defaults where a key is absent or null."""
+    return {**raw, **{key: value for key, value in defaults.items() if raw.get(key) is None}}
+
+
 def read_int(raw: Raw, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = MOST) -> int:
     """Return an integer in ``minimum..maximum``, or ``default`` where the key is absent or null."""
     value = raw.get(key)
@@ -185,3 +190,18 @@ def read_whole_rope(raw: Raw, rotary_size: int, *, theta: float) -> RopeConfig:
     for keys in (raw, rope_keys(raw)):
         require(keys, {"partial_rotary_factor": (1.0,)})
     return read_rope(raw, rotary_size, theta=theta, apply_mscale=True)
+
+
+def read_partial_rope(raw: Raw, head_size: int, *, part: float, theta: float) -> RopeConfig:
+    """Read the rotary parameters of a family that rotates the first channels of each head.
+
+    Args:
+        raw: config.json.
+        head_size: C.
+        part: default of ``partial_rotary_factor``, the part of C that rotates.
+        theta: default of rope_theta.
+    """
+    rope = rope_keys(raw)
+    keys = raw if rope.get("partial_rotary_factor") is None else rope
+    part = read_float(keys, "partial_rotary_factor", part, minimum=SMALLEST, maximum=1.0)
+    return read_rope(raw, int(head_size * part), theta=theta, apply_mscale=True)
