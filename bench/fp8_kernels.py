@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from bench.moe_shapes import SHAPES, capture, time_graph
+from bench.tune_layers import draw_fp8
 from fmoe.compile.kernels import Settings, Tile, default_settings, route_tokens, run_moe_layer, settings_to_ints
 from fmoe.compile.kernels.fp8 import read_fp8
 from fmoe.compile.kernels.linear import LinearSettings, default_linear_settings, linear_to_ints, run_linear
@@ -67,18 +68,6 @@ class Result:
     best_us: float = 0.0
     gbps: float = 0.0  # of the best
     tried: dict[str, float] = field(default_factory=dict)
-
-
-def draw_fp8(*shape: int, rng: torch.Generator, parts: int = 1) -> Fp8:
-    """Draw values of FP8 and factors that bring them to a deviation of 1 / sqrt(columns)."""
-    *outer, rows, columns = shape
-    # Matrix by matrix: a whole stack in a wider dtype takes gigabytes.
-    w = torch.empty(shape, dtype=FP8, device="cuda")
-    for part in w.view(-1, rows, columns).split(64):
-        part.copy_(torch.randn(part.shape, generator=rng, device="cuda", dtype=DTYPE) * 32)
-    blocks = (*outer, count_blocks(rows, parts=parts), count_blocks(columns))
-    scale = (torch.rand(blocks, generator=rng, device="cuda") + 0.5) * columns**-0.5 / 32
-    return Fp8(w, scale)
 
 
 def draw_layer(seed: int) -> MoELayer:

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from fmoe.compile.adapt import adapt_entry
 from fmoe.compile.autotune import Clock, Measure, Task, tune_keys
-from fmoe.compile.candidates import Candidate, list_candidates
+from fmoe.compile.candidates import MOST, Candidate, Inputs, list_candidates
 from fmoe.compile.device import describe_device
 from fmoe.compile.linear_ops import linear_planned
-from fmoe.compile.measure import make_measure
+from fmoe.compile.measure import activation_dtype, make_measure
 from fmoe.compile.ops import compute_moe_op, moe_sizes
 from fmoe.compile.plan import (
     BUCKETS,
@@ -37,10 +37,9 @@ from fmoe.compile.plan_tables import Tables, read_other_tables, read_tables, wri
 from fmoe.compile.select import Requested, list_allowed
 from fmoe.compile.tune_ops import keep_compiling
 from fmoe.functional.moe import MoEParams
-from fmoe.functional.quant import weight_dtype, weight_shape
+from fmoe.functional.quant import Fp8, Weight, weight_dtype, weight_shape
 from fmoe.functional.routing import RouterConfig
 
-from .loading import named_tensors
 from .options import is_integer
 
 LOG = logging.getLogger("fmoe")
@@ -62,6 +61,7 @@ class Search:
     budget_s: for everything; what is not measured when it is over keeps its place in the tables or the rule.
     key_budget_s: for one operator at one token count.
     force: measure again what was measured on this machine.
+    candidates: most of one operator at one token count.
     """
 
     batch_sizes: tuple[int, ...] = BATCH_SIZES
@@ -69,13 +69,15 @@ class Search:
     budget_s: float = BUDGET_S
     key_budget_s: float = KEY_BUDGET_S
     force: bool = False
+    candidates: int = MOST
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes
         if not isinstance(sizes, tuple) or not all(is_integer(size) and size >= 1 for size in sizes):
             raise ValueError(f"batch_sizes={sizes!r} must be integers >= 1, such as (1, 8)")
-        if not is_integer(self.max_tokens) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens!r} must be an int >= 1")
+        for name in ("max_tokens", "candidates"):
+            if not is_integer(getattr(self, name)) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an int >= 1")
         for name in ("budget_s", "key_budget_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
@@ -101,12 +103,23 @@ def find_weights(params: Any, router: RouterConfig | None, keys: Sequence[Key], 
     """Find the weights of each key: MoEParams, or the matrices of dense projections, layer by layer."""
     found: dict[Key, list[Any]] = {key: [] for key in keys}
     for layer in params.layers:
-        if isinstance(layer.mlp, MoEParams) and router is not None and isinstance(layer.mlp.w_down_EDF, Tensor):
+        if isinstance(layer.mlp, MoEParams) and router is not None:
             found.get(_moe_key(layer.mlp, router), []).append(layer.mlp)
-    for _, tensor in named_tensors(params):
-        if tensor.dim() == 2 and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
-            found.get(linear_key(tensor.shape[0], tensor.shape[1], tensor.dtype), []).append(tensor)
+    for w in _find_matrices(params):
+        rows, columns = weight_shape(w)
+        found.get(linear_key(rows, columns, weight_dtype(w)), []).append(w)
     return {key: weights for key, weights in found.items() if weights}
+
+
+def _find_matrices(values: Any) -> Iterator[Weight]:
+    """Find the matrices in nested tuples; one in FP8 blocks is found with its factors and the rows behind it."""
+    if isinstance(values, Fp8 | Tensor):
+        wide = isinstance(values, Fp8) or (values.is_floating_point() and values.dtype.itemsize > 1)
+        if wide and len(weight_shape(values)) == 2:
+            yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _find_matrices(value)
 
 
 def _moe_key(params: MoEParams, router: RouterConfig) -> Key:
@@ -194,7 +207,7 @@ def _list_tasks(
             continue
         near = [*_find_near(tuned, tokens), *_find_near(tables.shipped.get(str(key), {}), tokens)]
         near += [adapt_entry(entry, key, tokens, device) for entry in _find_near(others.get(str(key), {}), tokens)]
-        candidates = list_candidates(key, device, tokens, allowed[key], near=near)
+        candidates = list_candidates(key, device, tokens, allowed[key], near=near, limit=search.candidates)
         if len(candidates) > 1:
             tasks.append(Task(key, tokens, tuple(candidates)))
     return tasks
@@ -216,8 +229,8 @@ def _measure_tasks(
     update: Callable[[], object],
 ) -> dict[Key, dict[int, Entry]]:
     start = clock()
-    routers = {} if router is None else {task.key: router for task in tasks if task.key.operator == "moe"}
-    tasks = keep_compiling(tasks, described, routers, budget_s=COMPILE_SHARE * search.budget_s)
+    inputs = {task.key: _describe_inputs(weights[task.key][0], router) for task in tasks}
+    tasks = keep_compiling(tasks, described, inputs, budget_s=COMPILE_SHARE * search.budget_s)
     run = make_run(router)
 
     def prepare(key: Key, tokens: int) -> Measure:
@@ -240,6 +253,15 @@ def _measure_tasks(
     )
 
 
+def _describe_inputs(weights: MoEParams | Weight, router: RouterConfig | None) -> Inputs:
+    rest_MD = weights.rest_MD if isinstance(weights, Fp8) else None
+    return Inputs(
+        router if isinstance(weights, MoEParams) else None,
+        activation_dtype(weights),
+        0 if rest_MD is None else rest_MD.shape[0],
+    )
+
+
 def make_run(router: RouterConfig | None, /) -> Callable[[Implementation, tuple[int, ...], Tensor, Any], Tensor]:
     """Make the function that runs an operator in a given way, through the ops that a model runs.
 
@@ -248,13 +270,14 @@ def make_run(router: RouterConfig | None, /) -> Callable[[Implementation, tuple[
     """
 
     def run(implementation: Implementation, settings: tuple[int, ...], x_TD: Tensor, weights: Any) -> Tensor:
+        row = Row(-1, implementation, settings, "candidate")
         if not isinstance(weights, MoEParams):
-            key = linear_key(weights.shape[0], weights.shape[1], weights.dtype)
-            rows = plan_to_ints(Plan(key, (Row(-1, implementation, settings, "candidate"),)))
-            return linear_planned(x_TD, weights, plans=((tuple(weights.shape), weights.dtype, rows),))
+            shape, dtype = weight_shape(weights), weight_dtype(weights)
+            rows = plan_to_ints(Plan(linear_key(shape[0], shape[1], dtype), (row,)))
+            return linear_planned(x_TD, weights, plans=((shape, dtype, rows),))
         assert router is not None
-        rows = plan_to_ints(Plan(_moe_key(weights, router), (Row(-1, implementation, settings, "candidate"),)))
-        plans = ((weight_shape(weights.w_down_EDF), x_TD.dtype, rows),)
+        rows = plan_to_ints(Plan(_moe_key(weights, router), (row,)))
+        plans = ((weight_shape(weights.w_down_EDF), weight_dtype(weights.w_down_EDF), rows),)
         return compute_moe_op(x_TD, weights, router, plans=plans)
 
     return run

@@ -5,9 +5,7 @@ Letters: T tokens, E routed experts, S shared slots, D hidden, F expert width.
 
 from dataclasses import replace
 
-import torch
-
-from .cost import expert_block, shared_limit
+from .cost import activation_size, expert_block, shared_limit
 from .linear_settings import LinearSettings, linear_from_ints, linear_to_ints
 from .plan import KERNELS, Device, Entry, Key
 from .settings import Settings, Tile, settings_from_ints, settings_to_ints
@@ -60,9 +58,8 @@ def _shrink(tile: Tile, key: Key, path: str, part: str, tokens: int, device: Dev
 
 def _shrink_router(tile: Tile, key: Key, device: Device) -> Tile:
     """The router's kernel without tokens in its block takes no shared memory for its operands."""
-    dtype: torch.dtype = getattr(torch, key.dtype)
     stages = min(tile.stages, STAGES[device.kind])
-    stage = (tile.tokens + tile.rows) * tile.depth * dtype.itemsize
+    stage = (tile.tokens + tile.rows) * tile.depth * activation_size(key)
     while tile.tokens and stages > 1 and stages * stage > shared_limit(device):
         stages -= 1
     return replace(tile, stages=stages)

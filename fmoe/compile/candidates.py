@@ -10,9 +10,13 @@ from typing import TypeVar
 
 import torch
 
+from fmoe.functional.quant import BLOCK
+from fmoe.functional.routing import RouterConfig
+
 from .cost import distinct_experts, estimate_s, expert_block, fits, linear_block
 from .linear_settings import LinearSettings, default_linear_settings, linear_from_ints, linear_to_ints
 from .plan import (
+    FP8,
     KERNELS,
     Device,
     Entry,
@@ -23,7 +27,7 @@ from .plan import (
     default_choice,
     runs_up_to,
 )
-from .settings import Settings, Target, Tile, default_settings, find_target, settings_from_ints, settings_to_ints
+from .settings import Settings, Tile, default_settings, find_target, settings_from_ints, settings_to_ints
 
 MOST = 24  # candidates of one operator at one token count
 MOST_NEAR = 3
@@ -35,6 +39,23 @@ STAGES: dict[str, tuple[int, ...]] = {"cuda": (4, 3, 5, 2), "hip": (2, 1), "cpu"
 APART: tuple[Implementation, ...] = ("apart", "beside")
 APART_TOKENS = 512  # beyond, a launch more or less does not show
 
+# Of weights in FP8 blocks. (rows, depth, warps) of products of vectors:
+FP8_VECTORS = (
+    (8, 256, 2), (16, 128, 2), (4, 2048, 8), (8, 512, 4), (1, 2048, 4), (1, 4096, 4), (2, 1024, 2), (2, 2048, 4),
+    (4, 512, 2), (4, 512, 4), (4, 1024, 4), (8, 256, 4), (8, 512, 2), (8, 512, 8), (8, 1024, 4), (8, 1024, 8),
+    (16, 128, 4), (16, 256, 4), (16, 512, 4), (16, 512, 8), (32, 128, 4), (32, 256, 8), (2, 4096, 8), (1, 8192, 8),
+    (2, 8192, 8),
+)  # fmt: skip
+FP8_STAGES: dict[str, tuple[int, ...]] = {"cuda": (5, 4, 3, 1), "hip": (2, 1), "cpu": (2,)}
+# What was fastest for one row on an H200: of 12352 x 2048, 9216 x 2048 and 2048 x 4096.
+FP8_LINEAR = tuple(
+    LinearSettings(rows, depth, warps, stages, 1, dot=False, pdl=False)
+    for rows, depth, warps, stages in ((8, 256, 2, 5), (16, 128, 2, 5), (4, 2048, 8, 1))
+)
+# And of Qwen3-Next's layer:
+FP8_LAYER = Settings("slots", Tile(0, 1, 2048, 4, 2), Tile(1, 8, 256, 2, 4), Tile(1, 8, 512, 4, 4), token_down=True)
+FUSED_TOKENS = 4  # beyond, choosing the experts in each program of gate-up takes longer than a launch
+
 T = TypeVar("T")
 
 
@@ -44,6 +65,20 @@ class Candidate:
 
     implementation: Implementation
     settings: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What kernels are compiled for besides an operator's key.
+
+    router: the routing rule of an MoE layer; None is the plainest one.
+    activations: dtype of x, where the weights are in FP8 blocks.
+    rest: rows of a projection in FP8 blocks that are not quantised.
+    """
+
+    router: RouterConfig | None = None
+    activations: torch.dtype = torch.bfloat16
+    rest: int = 0
 
 
 def list_candidates(
@@ -89,7 +124,7 @@ def _is_sensible(key: Key, device: Device, name: Implementation, tokens: int) ->
     if key.operator == "linear":
         return True
     experts, top_k, slots, _, hidden, width = key.sizes
-    size = getattr(torch, key.dtype).itemsize
+    size = 4 if key.dtype == FP8 else getattr(torch, key.dtype).itemsize  # FP8 is multiplied out in float32
     pairs = tokens * (top_k + slots)
     if name == "per_slot":
         return bool(pairs <= SLOT_PAIRS and pairs * 3 * width * hidden * size <= FUNCTION_BYTES)
@@ -137,7 +172,20 @@ def list_starts(key: Key, device: Device, tokens: int, /) -> list[Settings]:
         if settings.path in allowed:
             found.setdefault(settings.path, settings)
     turned = [replace(s, owners=not s.owners) for s in found.values() if s.path == "grouped"]
-    return [*found.values(), *(turned if tokens * top_k <= 2 * experts else [])]
+    launched = _turn_launches(found["slots"], device) if key.dtype == FP8 and tokens <= FUSED_TOKENS else []
+    if launched and device.kind == "cuda":
+        launched += _turn_launches(FP8_LAYER, device)
+    return [*found.values(), *launched, *(turned if tokens * top_k <= 2 * experts else [])]
+
+
+def _turn_launches(settings: Settings, device: Device) -> list[Settings]:
+    """Give settings with and without the choice in gate-up, each launched dependently and not."""
+    early = (False, True) if _launches_early(device) else (False,)
+    return [replace(settings, fuse_choice=fuse, pdl=pdl) for fuse in (False, True) for pdl in early]
+
+
+def _launches_early(device: Device) -> bool:
+    return device.arch.startswith("sm_") and int(device.arch.removeprefix("sm_")) >= 90
 
 
 def list_neighbours(settings: Settings, key: Key, device: Device, tokens: int, /) -> list[Settings]:
@@ -152,7 +200,7 @@ def list_neighbours(settings: Settings, key: Key, device: Device, tokens: int, /
             if settings.path != "sorted" or first.tokens == second.tokens
         ],
         [replace(settings, down=tile) for tile in down],
-        _list_flags(settings, device, tokens),
+        _list_flags(settings, key, device, tokens),
         [replace(settings, router=tile) for tile in list_router_tiles(settings.path, tokens, device)],
     ]
     return [s for s in _take_turns(families) if s != settings]
@@ -172,12 +220,26 @@ def _order_tiles(settings: Settings, key: Key, device: Device, tokens: int, part
     """Give the blocks of one kernel that fit, the fastest by the cost model first."""
     kind = "token" if settings.token_down and part == "down" else settings.path
     tiles = list_tiles(key, kind, tokens, device)
+    if key.dtype == FP8:
+        tiles = [tile for tile in tiles if _is_needed(tile, key, part, device)]
     if settings.path == "sorted" and part == "down":
         tiles = [tile for tile in tiles if tile.tokens == settings.gate_up.tokens]
     blocks = {tile: expert_block(key, kind, part, tile, tokens) for tile in tiles}
     fitting = [tile for tile in tiles if fits(blocks[tile], device)]
     fitting.sort(key=lambda tile: estimate_s(blocks[tile], device))
     return _spread(fitting, lambda tile: (tile.tokens, tile.rows, tile.depth, tile.warps))
+
+
+def _is_needed(tile: Tile, key: Key, part: str, device: Device) -> bool:
+    """Leave out depths beyond all columns of a product, and stages of loops that have one step.
+
+    Down has the columns of all of a token's experts side by side, where F is whole blocks of factors.
+    """
+    _, top_k, slots, _, hidden, width = key.sizes
+    columns = max(hidden if part == "gate_up" else width, BLOCK)
+    if part == "down" and width % BLOCK == 0 and tile.tokens == 1:
+        columns *= top_k + slots
+    return tile.depth < columns or (tile.depth < 2 * columns and tile.stages == min(FP8_STAGES[device.kind]))
 
 
 def _spread(ordered: Sequence[T], family: Callable[[T], Hashable]) -> list[T]:
@@ -190,8 +252,10 @@ def _spread(ordered: Sequence[T], family: Callable[[T], Hashable]) -> list[T]:
 
 def list_tiles(key: Key, kind: str, tokens: int, device: Device, /) -> list[Tile]:
     """List blocks of the experts' kernels, whether they fit or not."""
-    all_stages = STAGES[device.kind]
+    narrow, all_stages = key.dtype == FP8, STAGES[device.kind]
     if kind in ("slots", "token"):
+        if narrow:
+            return [Tile(1, *vector, stages) for vector in FP8_VECTORS for stages in FP8_STAGES[device.kind]]
         return [
             Tile(1, rows, depth, warps, stages)
             for rows, depth, warps in (
@@ -213,7 +277,8 @@ def list_tiles(key: Key, kind: str, tokens: int, device: Device, /) -> list[Tile
             (128, 128, 8), (256, 64, 8),
         )
         for stages in all_stages
-        if block >= 64 or rows * depth <= 128 * 128
+        # A block of matrix instructions lies in one block of factors.
+        if (block >= 64 or rows * depth <= 128 * 128) and not (narrow and max(rows, depth) > BLOCK)
     ]  # fmt: skip
 
 
@@ -228,20 +293,21 @@ def list_router_tiles(path: str, tokens: int, device: Device, /) -> list[Tile]:
     return [Tile(m, r, 64, 4, s) for s in ((3, 4) if deep else (1, 2)) for m in (32, 64, 128) for r in (64, 128)]
 
 
-def _list_flags(settings: Settings, device: Device, tokens: int) -> list[Settings]:
+def _list_flags(settings: Settings, key: Key, device: Device, tokens: int) -> list[Settings]:
     """Give settings that differ in what concerns the launch and not a block."""
-    dependent = device.arch.startswith("sm_") and int(device.arch.removeprefix("sm_")) >= 90
+    dependent, narrow = _launches_early(device), key.dtype == FP8
     changed = [replace(settings, pdl=not settings.pdl)] if dependent else []
-    if settings.path == "slots" and tokens <= 4:
+    if settings.path == "slots" and tokens <= FUSED_TOKENS:
         changed.append(replace(settings, fuse_choice=not settings.fuse_choice))
     if settings.path == "sorted":
-        changed += [replace(settings, descriptors=not settings.descriptors)] if dependent else []
+        changed += [replace(settings, descriptors=not settings.descriptors)] if dependent and not narrow else []
         changed += [replace(settings, programs=n * device.units) for n in (0, 1, 2, 3)]
         changed += [replace(settings, group=n) for n in (1, 4, 8, 16)]
     if settings.path == "grouped":
         stages = settings.gate_up.stages
-        tile = settings.gate_up if settings.token_down else Tile(1, 16, 128, 4, stages)
-        changed.append(replace(settings, token_down=not settings.token_down, down=tile))
+        vectors = [Tile(1, rows, _deep(key), 4, stages) for rows in (8, 4)] if narrow else [Tile(1, 16, 128, 4, stages)]
+        for tile in [settings.gate_up] if settings.token_down else vectors:
+            changed.append(replace(settings, token_down=not settings.token_down, down=tile))
         changed.append(replace(settings, owners=not settings.owners))
     if settings.router.tokens:
         changed += [replace(settings, splits=n) for n in (1, 2, 4, 8)]
@@ -250,42 +316,47 @@ def _list_flags(settings: Settings, device: Device, tokens: int) -> list[Setting
     return [s for s in changed if s != settings]
 
 
+def _deep(key: Key) -> int:
+    """Give the largest depth up to 512 that divides F, 128 at least."""
+    return next((depth for depth in (512, 256) if key.sizes[5] % depth == 0), 128)
+
+
 def _list_linear(key: Key, device: Device, tokens: int, base: Candidate | None) -> list[Candidate]:
     """List settings of the projection kernel: the rule's, and those that the cost model puts first."""
     dtype: torch.dtype = getattr(torch, key.dtype)
-    target: Target = "hip" if device.kind == "hip" else "cuda"
     outputs, hidden = key.sizes
-    rule = default_linear_settings(tokens, outputs, hidden, dtype, target)
+    rule = default_linear_settings(tokens, outputs, hidden, dtype, find_target(device.kind, device.arch))
     first = [rule] if base is None else [linear_from_ints(base.settings), rule]
-    dependent = device.arch.startswith("sm_") and int(device.arch.removeprefix("sm_")) >= 90
-    turned = [replace(s, pdl=True, ahead=ahead) for s in first for ahead in (0, 4) if dependent]
-    blocks = {s: linear_block(key, s, tokens) for s in list_linear_settings(tokens, device)}
+    if key.dtype == FP8 and tokens == 1 and device.kind == "cuda":
+        first += [s for s in FP8_LINEAR if s.depth < 2 * max(hidden, BLOCK)]
+    turned: list[LinearSettings] = []
+    if _launches_early(device):
+        turned = [replace(s, pdl=True, ahead=ahead) for ahead in (0, 4) for s in first]
+        turned += [replace(first[0], pdl=True, ahead=ahead) for ahead in (1, 2)]
+    blocks = {s: linear_block(key, s, tokens) for s in list_linear_settings(key, tokens, device)}
     fitting = [s for s in blocks if fits(blocks[s], device)]
     fitting.sort(key=lambda s: estimate_s(blocks[s], device))
-    spread = _spread(fitting, lambda s: (s.rows, s.dot))
+    # Launched as what they are neighbours of.
+    pdl, ahead = (first[0].pdl, first[0].ahead) if _launches_early(device) else (False, 0)
+    spread = [replace(s, pdl=pdl, ahead=ahead) for s in _spread(fitting, lambda s: (s.rows, s.dot))]
     return [Candidate("triton", tuple(linear_to_ints(s))) for s in [*first, *turned, *spread]]
 
 
-def list_linear_settings(tokens: int, device: Device, /) -> list[LinearSettings]:
+def list_linear_settings(key: Key, tokens: int, device: Device, /) -> list[LinearSettings]:
     """List settings of the projection kernel, whether they fit or not."""
-    all_stages = STAGES[device.kind]
-    vector = [
-        LinearSettings(rows, depth, warps, stages, splits, dot=False, pdl=False)
-        for rows, depth in (
-            (1, 1024),
-            (1, 2048),
-            (2, 1024),
-            (4, 512),
-            (4, 1024),
-            (8, 256),
-            (8, 512),
-            (16, 128),
-            (16, 256),
-        )
+    narrow, all_stages = key.dtype == FP8, STAGES[device.kind]
+    blocks = ((1, 1024), (1, 2048), (2, 1024), (4, 512), (4, 1024), (8, 256), (8, 512), (16, 128), (16, 256))
+    shapes = [
+        (*block, warps, n, splits)
+        for block in blocks
         for warps in (2, 4, 8)
-        for stages in all_stages
+        for n in all_stages
         for splits in (1, 2, 4)
     ]
+    if narrow:
+        shapes = [(*block, n, 1) for block in FP8_VECTORS for n in FP8_STAGES[device.kind]]
+        shapes = [shape for shape in shapes if shape[1] < 2 * max(key.sizes[1], BLOCK)]
+    vector = [LinearSettings(*shape, dot=False, pdl=False) for shape in shapes]
     dots = [
         LinearSettings(rows, depth, warps, stages, splits, dot=True, pdl=False)
         for rows in (16, 32, 64, 128)
@@ -293,5 +364,6 @@ def list_linear_settings(tokens: int, device: Device, /) -> list[LinearSettings]
         for warps in (2, 4, 8)
         for stages in all_stages
         for splits in (1, 2, 4, 8)
-    ]  # fmt: skip
+        if not (narrow and depth > BLOCK)
+    ]
     return vector if tokens == 1 else [*vector, *dots]

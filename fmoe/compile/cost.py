@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fmoe.functional.quant import FP8
+
 from .linear_settings import MAX_TOKENS, LinearSettings
 from .plan import Device, Key
 from .settings import Path, Tile
@@ -84,7 +86,7 @@ def distinct_experts(key: Key, tokens: int, /) -> float:
 def expert_block(key: Key, path: Path | str, part: str, tile: Tile, tokens: int, /) -> Block:
     """Describe gate-up or down of a path; ``token`` is down with all experts of a token in one program."""
     _, top_k, slots, _, hidden, width = key.sizes
-    size = _item_size(key)
+    size, x_size = _item_size(key), activation_size(key)
     gate_up = part == "gate_up"
     matrices, outputs, depth = (2, width, hidden) if gate_up else (1, hidden, width)
     pairs, hit = tokens * (top_k + slots), distinct_experts(key, tokens)
@@ -100,7 +102,7 @@ def expert_block(key: Key, path: Path | str, part: str, tile: Tile, tokens: int,
         stage = matrices * tile.rows * tile.depth * size
         return Block(programs, accumulators, stage, tile.stages, tile.warps, stage * (tile.stages - 1), read, flops)
     row_tiles = hit * max(1.0, -(-(pairs / hit) // tile.tokens))
-    stage = (matrices * tile.rows + tile.tokens) * tile.depth * size
+    stage = (matrices * tile.rows * size + tile.tokens * x_size) * tile.depth
     return Block(
         programs=max(int(blocks * row_tiles), 1),
         accumulators=matrices * tile.rows * tile.tokens,
@@ -108,7 +110,7 @@ def expert_block(key: Key, path: Path | str, part: str, tile: Tile, tokens: int,
         stages=tile.stages,
         warps=tile.warps,
         shared=stage * tile.stages,
-        read=weights * (1 + CACHED * (row_tiles / hit - 1)) + CACHED * blocks * pairs * depth * size,
+        read=weights * (1 + CACHED * (row_tiles / hit - 1)) + CACHED * blocks * pairs * depth * x_size,
         flops=2.0 * row_tiles * tile.tokens * matrices * outputs * depth,
     )
 
@@ -138,10 +140,16 @@ def linear_block(key: Key, settings: LinearSettings, tokens: int, /) -> Block:
         stage_bytes=stage,
         stages=settings.stages,
         warps=settings.warps,
-        shared=(stage + MAX_TOKENS * settings.depth * size) * settings.stages,
+        shared=(stage + MAX_TOKENS * settings.depth * activation_size(key)) * settings.stages,
         read=weights + partial,
         flops=2.0 * MAX_TOKENS * outputs * hidden,
     )
+
+
+def activation_size(key: Key, /) -> int:
+    """Give the bytes of a value of x, which of FP8 weights has two."""
+    dtype: torch.dtype = getattr(torch, key.dtype)
+    return 2 if dtype == FP8 else dtype.itemsize
 
 
 def _item_size(key: Key) -> int:

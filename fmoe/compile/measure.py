@@ -12,18 +12,23 @@ import torch
 from torch import Tensor
 
 from fmoe.functional.moe import MoEParams
+from fmoe.functional.quant import Fp8, Weight
 
 from .autotune import Measure
 from .candidates import Candidate
 from .plan import Implementation, Key
+from .tune_ops import read_plain
 
-# implementation, settings, rows, weights -> rows. Weights are MoEParams, or the matrix of a dense projection.
+# implementation, settings, rows, weights -> rows. Weights are MoEParams, or the matrix of a dense projection; either
+# may be in FP8 blocks.
 Run = Callable[[Implementation, tuple[int, ...], Tensor, Any], Tensor]
 
-SETS = 8  # weight sets in turn, so that no call finds its weights in a cache
+SETS = 8  # layers' weights in turn, so that no call finds its weights in a cache
 FEW_SETS = 2  # where one call reads far more than a cache holds
 FEW_SETS_TOKENS = 512
-SMALL_BYTES = 1 << 27  # sets of less than this together are copied until there are SETS
+MOST_SETS = 64  # of a projection: all of a set is read by each call, and small ones take many to fill a cache
+ENOUGH_BYTES = 1 << 28  # of all sets: several times what the caches of a large GPU hold
+FREE_PART = 4  # a copy takes no more than this part of the free memory
 SPREAD = 2.0  # standard deviation of router logits
 CONSTANT = 4.0  # first input feature of skewed rows: its router column is a bias
 WARM_UPS = 2
@@ -53,14 +58,14 @@ def make_measure(
         device: where the weights are.
         run: runs an implementation with settings.
         weights: of all layers of that key, one or more.
-        reference: implementation whose results a candidate's must come near.
+        reference: implementation whose results a candidate's must come near; it gets FP8 weights multiplied out.
 
     Returns:
         Measure; it raises ValueError for wrong results and whatever a candidate raises.
     """
     generator = torch.Generator(device=device).manual_seed(SEED)
     cases = list_cases(key, tokens, weights, generator)
-    expected = [run(reference, (), *case) for case in cases[:2]]
+    expected = [run(reference, (), case.x_TD, multiply_out(case.weights)) for case in cases[:2]]
     checked: set[Candidate] = set()
     graphs: dict[Candidate, torch.cuda.CUDAGraph] = {}
     # One pool for all: no result is read, so that graphs may overwrite each other's.
@@ -84,21 +89,41 @@ def make_measure(
 
 
 def list_cases(key: Key, tokens: int, weights: Sequence[Any], generator: torch.Generator, /) -> list[Case]:
-    """Make the inputs of the calls, even and skewed routing in turn; of a projection, one for each weight set."""
-    sets = list(weights[: SETS if tokens <= FEW_SETS_TOKENS else FEW_SETS])
+    """Make the inputs of the calls, even and skewed routing in turn; of a projection, one for each weight set.
+
+    Several layers are taken in turn. Where they are few, they are copied until they fill the caches; a layer of
+    experts that does so alone serves again with another router, which chooses other experts.
+    """
     if key.operator == "linear":
-        sets = _copy_small(sets)
-        return [Case(_draw(generator, (tokens, key.sizes[1]), w.dtype), w) for w in sets]
+        count = min(max(SETS, -(-ENOUGH_BYTES // count_bytes(weights[0]))), MOST_SETS)
+        sets = copy_sets(weights[:count], count)
+        return [Case(_draw(generator, (tokens, key.sizes[1]), activation_dtype(w)), w) for w in sets]
+    count = SETS if tokens <= FEW_SETS_TOKENS else FEW_SETS
+    sets = copy_sets(weights[:count], SETS)
     cases = []
-    for params in _copy_small(sets):
+    for params in (sets[i % len(sets)] for i in range(max(count, len(sets)))):
         for skewed in (False, True):
-            x_TD = _draw(generator, (tokens, key.sizes[4]), params.w_down_EDF.dtype)
+            x_TD = _draw(generator, (tokens, key.sizes[4]), activation_dtype(params))
             if skewed:
                 x_TD[:, 0] = CONSTANT
             router = draw_router(key, params.w_router_ED.dtype, generator, skewed=skewed)
             bias = None if params.bias_E is None else torch.zeros_like(params.bias_E)
-            cases.append(Case(x_TD, params._replace(w_router_ED=router, bias_E=bias, shared=None)))
+            # Of the layer, not of what stands beside it or comes after it.
+            cases.append(Case(x_TD, MoEParams(router, params.w_gate_up_EPD, params.w_down_EDF, bias, None)))
     return cases
+
+
+def activation_dtype(weights: MoEParams | Weight, /) -> torch.dtype:
+    """Give the dtype of the rows that weights are multiplied with.
+
+    Of experts in FP8 blocks it is the router's; of a projection that of its unquantised rows, or bfloat16.
+    """
+    if isinstance(weights, MoEParams):
+        down = weights.w_down_EDF
+        return weights.w_router_ED.dtype if isinstance(down, Fp8) else down.dtype
+    if isinstance(weights, Fp8):
+        return torch.bfloat16 if weights.rest_MD is None else weights.rest_MD.dtype
+    return weights.dtype
 
 
 def draw_router(key: Key, dtype: torch.dtype, generator: torch.Generator, /, *, skewed: bool) -> Tensor:
@@ -116,20 +141,46 @@ def _draw(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
     return values
 
 
-def _copy_small(sets: list[Any]) -> list[Any]:
-    """Copy weight sets that a cache could hold until there are SETS of them."""
-    tensors = [[t for t in (s if isinstance(s, tuple) else (s,)) if isinstance(t, Tensor)] for s in sets]
-    size = sum(t.nbytes for ts in tensors for t in ts)
-    copies = SETS - len(sets) if size * SETS / len(sets) <= SMALL_BYTES else 0
-    return sets + [_clone(sets[i % len(sets)]) for i in range(copies)]
+def copy_sets(sets: Sequence[Any], count: int, /) -> list[Any]:
+    """Copy weight sets in turn until there are ``count``, they fill the caches, or memory gets short."""
+    found, size = list(sets), count_bytes(sets[0])
+    while len(found) < count and size * len(found) < ENOUGH_BYTES and size * FREE_PART <= _free_bytes(sets[0]):
+        found.append(_clone(found[len(found) % len(sets)]))
+    return found
 
 
-def _clone(weights: MoEParams | Tensor) -> MoEParams | Tensor:
+def count_bytes(weights: MoEParams | Weight, /) -> int:
+    """Count the bytes of a weight set: both stacks of a layer, or a matrix."""
+    return sum(tensor.nbytes for tensor in _list_tensors(weights))
+
+
+def _list_tensors(weights: MoEParams | Weight) -> list[Tensor]:
     if isinstance(weights, MoEParams):
-        w_gate_up_EPD, w_down_EDF = weights.w_gate_up_EPD, weights.w_down_EDF
-        assert isinstance(w_gate_up_EPD, Tensor) and isinstance(w_down_EDF, Tensor), "nothing in FP8 blocks is measured"
-        return weights._replace(w_gate_up_EPD=w_gate_up_EPD.clone(), w_down_EDF=w_down_EDF.clone())
+        return [*_list_tensors(weights.w_gate_up_EPD), *_list_tensors(weights.w_down_EDF)]
+    return [t for t in weights if t is not None] if isinstance(weights, Fp8) else [weights]
+
+
+def _free_bytes(weights: MoEParams | Weight) -> float:
+    device = _list_tensors(weights)[0].device
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else float("inf")
+
+
+def _clone(weights: Any) -> Any:
+    if isinstance(weights, MoEParams):
+        return weights._replace(w_gate_up_EPD=_clone(weights.w_gate_up_EPD), w_down_EDF=_clone(weights.w_down_EDF))
+    if isinstance(weights, Fp8):
+        rest_MD = None if weights.rest_MD is None else weights.rest_MD.clone()
+        return Fp8(weights.w.clone(), weights.scale.clone(), rest_MD)
     return weights.clone()
+
+
+def multiply_out(weights: MoEParams | Weight, /) -> MoEParams | Tensor:
+    """Give weights as plain tensors of the dtype of x; those that are not in FP8 blocks as they are."""
+    dtype = activation_dtype(weights)
+    if not isinstance(weights, MoEParams):
+        return read_plain(weights, dtype)
+    w_gate_up_EPD = read_plain(weights.w_gate_up_EPD, dtype, parts=2)
+    return weights._replace(w_gate_up_EPD=w_gate_up_EPD, w_down_EDF=read_plain(weights.w_down_EDF, dtype))
 
 
 def check_rows(found: Tensor, expected: Tensor, /) -> None:

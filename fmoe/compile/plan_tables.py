@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,13 +88,14 @@ def write_entries(device: Device, key: Key, entries: Mapping[int, Entry], /) -> 
     update_store(tuned_file(device), values)
 
 
-def export_table(device: Device, path: Path, /, *, keys: Iterable[Key] | None = None) -> None:
+def export_table(device: Device, path: Path, /, *, keys: Iterable[Key] | None = None, timings: bool = True) -> None:
     """Write what was measured on this machine as a table that can come with fmoe.
 
     Args:
         device: whose.
         path: the file; operators in it that are not measured here stay. ``shipped_file(device)`` is where fmoe looks.
         keys: operators to write; None is all.
+        timings: write those of all candidates, too.
 
     Raises:
         ValueError: nothing was measured.
@@ -103,6 +105,10 @@ def export_table(device: Device, path: Path, /, *, keys: Iterable[Key] | None = 
     if not measured:
         raise ValueError(f"nothing was measured on {device.name} with {device.versions}; tune first")
     kept = read_store(path).get("entries", {})
+    if not timings:
+        measured = {
+            k: {t: replace(entry, timings=()) for t, entry in entries.items()} for k, entries in measured.items()
+        }
     new = {key: {str(t): entry_to_json(entry) for t, entry in entries.items()} for key, entries in measured.items()}
     merged = {key: kept.get(key, {}) | new.get(key, {}) for key in sorted({*kept, *new})}
     merged = {key: {t: entries[t] for t in sorted(entries, key=int)} for key, entries in merged.items()}

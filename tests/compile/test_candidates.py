@@ -5,14 +5,16 @@ import torch
 
 from fmoe.compile.candidates import MOST, Candidate, list_candidates, list_neighbours, list_starts
 from fmoe.compile.cost import Block, distinct_experts, estimate_s, expert_block, fits, linear_block, shared_limit
-from fmoe.compile.linear_settings import LinearSettings, linear_from_ints
+from fmoe.compile.linear_settings import LinearSettings, linear_from_ints, linear_to_ints
 from fmoe.compile.plan import BUCKETS, KERNELS, LINEAR_BUCKETS, Device, Entry, Key, default_choice, linear_key, moe_key
-from fmoe.compile.settings import Tile, settings_from_ints
+from fmoe.compile.settings import Tile, settings_from_ints, settings_to_ints
+from fmoe.functional.quant import FP8
 
 CPU = Device("cpu", "a CPU", "x86_64", 2, "v")
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, "v")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", 108, "v")
 MI300 = Device("hip", "AMD MI300X", "gfx942", 304, "v")
+MI350 = Device("hip", "AMD MI350X", "gfx950", 256, "v")
 FUNCTIONS = ("per_slot", "loop", "dense", "grouped")
 ALL = ("triton", "apart", "beside", *FUNCTIONS)
 SHAPES = {
@@ -135,3 +137,89 @@ def test_what_does_not_fit() -> None:
     key = linear_key(64, 64, torch.float16)
     dot = linear_block(key, LinearSettings(16, 64, 4, 3, 1, dot=True, pdl=False), 2)
     assert dot.shared == (16 + 16) * 64 * 2 * 3
+
+
+NARROW = {
+    "qwen3next": moe_key(512, 10, 1, 1, 2048, 512, FP8),
+    "odd": moe_key(60, 4, 3, 0, 200, 136, FP8),
+}
+
+
+@pytest.mark.parametrize("device", [H200, MI350], ids=lambda device: device.arch)
+@pytest.mark.parametrize("tokens", BUCKETS)
+@pytest.mark.parametrize("shape", NARROW)
+def test_candidates_of_layers_in_fp8_blocks(shape: str, tokens: int, device: Device) -> None:
+    key = NARROW[shape]
+    found = list_candidates(key, device, tokens, ("triton",), limit=60)
+    assert (found[0].implementation, found[0].settings) == default_choice(key, device, tokens, ("triton",))
+    assert len(found) == len(set(found)) > MOST // 2
+    paths = set()
+    for candidate in found[1:]:
+        settings = settings_from_ints(candidate.settings)
+        paths.add(settings.path)
+        assert not settings.descriptors
+        for part in ("gate_up", "down"):
+            tile = getattr(settings, part)
+            vectors = settings.path == "slots" or (part == "down" and settings.token_down)
+            assert tile.rows <= 128
+            assert vectors or tile.depth <= 128
+    assert paths >= ({"slots"} if tokens < 16 else {"grouped"} if tokens < 512 else {"sorted"})
+
+
+def test_one_token_in_fp8_blocks_is_tried_in_all_launches() -> None:
+    key = NARROW["qwen3next"]
+    found = [settings_from_ints(c.settings) for c in list_candidates(key, H200, 1, ("triton",))]
+    known = (Tile(0, 1, 2048, 4, 2), Tile(1, 8, 256, 2, 4), Tile(1, 8, 512, 4, 4))
+    launches = {(s.fuse_choice, s.pdl) for s in found if (s.router, s.gate_up, s.down) == known}
+    assert launches == {(False, False), (False, True), (True, False), (True, True)}
+    assert len({s.gate_up for s in found}) >= 4 and len({s.down for s in found}) >= 4
+    assert not any(settings_from_ints(c.settings).pdl for c in list_candidates(key, MI350, 1, ("triton",)))
+    every = [settings_from_ints(c.settings) for c in list_candidates(key, H200, 1, ("triton",), limit=400)]
+    assert {s.gate_up.stages for s in every if s.gate_up.depth >= 2048} == {1}  # a row at once has no steps
+    assert max(s.gate_up.depth for s in every) == 2048
+    assert {s.down.stages for s in every if s.down.depth == 8192} == {1}  # all columns of eleven experts
+    assert len({s.down.stages for s in every if s.down.depth == 2048}) > 1
+    turned = tuple(settings_to_ints(found[0]))
+    near = list_candidates(key, H200, 2, ("triton",), near=[Entry("triton", turned, 1.0)])
+    assert near[1].settings == turned or near[0].settings == turned
+
+
+@pytest.mark.parametrize("sizes", [(12352, 2048), (9216, 2048), (2048, 4096)], ids=str)
+def test_what_is_known_of_projections_in_fp8_blocks_is_tried(sizes: tuple[int, int]) -> None:
+    key = linear_key(*sizes, FP8)
+    found = [c.settings for c in list_candidates(key, H200, 1, ("library", "triton"))]
+    assert len(found) == len(set(found)) == MOST
+    for blocks in ((8, 256, 2, 5), (16, 128, 2, 5), (4, 2048, 8, 1)):
+        for pdl, ahead in ((0, 0), (1, 0), (1, 4)):
+            assert (*blocks, 1, 0, pdl, ahead) in found
+    assert {s[-1] for s in found if s} >= {0, 1, 2, 4}
+    base = LinearSettings(8, 512, 4, 3, 1, dot=False, pdl=True, ahead=2)
+    entry = Entry("triton", tuple(linear_to_ints(base)), 1.0)
+    near = [linear_from_ints(c.settings) for c in list_candidates(key, H200, 1, ("triton",), near=[entry])]
+    assert near[1] == base
+    assert (near[-1].pdl, near[-1].ahead) == (True, 2)  # neighbours are launched as what was best
+
+
+@pytest.mark.parametrize("device", [H200, MI350], ids=lambda device: device.arch)
+@pytest.mark.parametrize("tokens", LINEAR_BUCKETS)
+@pytest.mark.parametrize("sizes", [(12352, 2048), (40, 100)], ids=str)
+def test_candidates_of_projections_in_fp8_blocks(sizes: tuple[int, int], tokens: int, device: Device) -> None:
+    key = linear_key(*sizes, FP8)
+    for candidate in list_candidates(key, device, tokens, ("library", "triton"), limit=200):
+        if candidate.implementation == "triton":
+            settings = linear_from_ints(candidate.settings)
+            assert settings.rows <= 128
+            assert not settings.dot or settings.depth <= 128
+            assert not (settings.pdl and device is MI350)
+            assert not settings.dot or fits(linear_block(key, settings, tokens), device)
+
+
+def test_rows_are_wider_than_fp8_weights() -> None:
+    key = NARROW["qwen3next"]
+    block = expert_block(key, "grouped", "gate_up", Tile(16, 64, 128, 4, 3), 8)
+    assert block.stage_bytes == (2 * 64 * 1 + 16 * 2) * 128
+    dot = linear_block(linear_key(64, 256, FP8), LinearSettings(16, 64, 4, 3, 1, dot=True, pdl=False), 2)
+    assert dot.shared == (16 * 1 + 16 * 2) * 64 * 3
+    assert "per_slot" in [c.implementation for c in list_candidates(NARROW["odd"], CPU, 8, FUNCTIONS)]
+    large = moe_key(8, 2, 0, 0, 4096, 14336, FP8)  # multiplied out, two of these are more than a gibibyte
+    assert "per_slot" not in [c.implementation for c in list_candidates(large, CPU, 1, FUNCTIONS)]

@@ -1,12 +1,30 @@
 """Measuring one candidate: the inputs it gets, in which order, and what disqualifies it."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from fmoe.compile import measure as measuring
 from fmoe.compile.candidates import Candidate
-from fmoe.compile.measure import SETS, check_rows, draw_router, list_cases, make_measure, time_calls
+from fmoe.compile.measure import (
+    ENOUGH_BYTES,
+    MOST_SETS,
+    SETS,
+    activation_dtype,
+    check_rows,
+    count_bytes,
+    draw_router,
+    list_cases,
+    make_measure,
+    multiply_out,
+    time_calls,
+)
 from fmoe.compile.plan import linear_key, moe_key
 from fmoe.functional.moe import MoEParams
+from fmoe.functional.quant import FP8, Fp8
+
+from ..fp8_checkpoints import dequantize_blocks, quantize_blocks
 
 KEY = moe_key(60, 4, 1, 1, 64, 24, torch.float32)
 GROUPED, DENSE = Candidate("grouped", ()), Candidate("dense", ())
@@ -51,21 +69,140 @@ def test_a_skewed_router_has_the_logarithms_of_zipfs_law() -> None:
 
 
 def test_the_models_stacks_are_read_and_not_copied_where_they_are_large(monkeypatch) -> None:
-    monkeypatch.setattr("fmoe.compile.measure.SMALL_BYTES", 1)
+    monkeypatch.setattr(measuring, "ENOUGH_BYTES", 1)
     params = make_params(3, bias=True)
     cases = list_cases(KEY, 8, params, rng())
-    assert [case.weights.w_down_EDF is params[i // 2].w_down_EDF for i, case in enumerate(cases)] == [True] * 6
+    assert [case.weights.w_down_EDF is params[i // 2 % 3].w_down_EDF for i, case in enumerate(cases)] == [True] * 16
+    assert len({case.weights.w_router_ED.data_ptr() for case in cases}) == 16  # which choose other experts each time
     assert not any(case.weights.bias_E.any() for case in cases)
     assert len(list_cases(KEY, 8, make_params(SETS + 2), rng())) == 2 * SETS
     assert len(list_cases(KEY, 4096, make_params(SETS + 2), rng())) == 4
 
 
+def test_copies_end_where_the_caches_are_full(monkeypatch) -> None:
+    (params,) = make_params(1)
+    monkeypatch.setattr(measuring, "ENOUGH_BYTES", 3 * count_bytes(params) - 1)
+    stacks = {case.weights.w_down_EDF.data_ptr() for case in list_cases(KEY, 8, [params], rng())}
+    assert len(stacks) == 3
+
+
+def test_copies_end_where_memory_gets_short(monkeypatch) -> None:
+    (params,) = make_params(1)
+    free = [9 * count_bytes(params), 5 * count_bytes(params), 3 * count_bytes(params)]
+    monkeypatch.setattr(measuring, "_free_bytes", lambda weights: free.pop(0))
+    stacks = {case.weights.w_down_EDF.data_ptr() for case in list_cases(KEY, 8, [params], rng())}
+    assert (len(stacks), free) == (3, [])
+
+
 def test_a_projection_has_one_case_for_each_set() -> None:
     weights = [torch.randn(5, 7, dtype=torch.bfloat16) for _ in range(3)]
     cases = list_cases(linear_key(5, 7, torch.bfloat16), 2, weights, rng())
-    assert [case.x_TD.shape for case in cases] == [(2, 7)] * SETS
+    assert [case.x_TD.shape for case in cases] == [(2, 7)] * MOST_SETS
     assert [case.weights is w for case, w in zip(cases, weights, strict=False)] == [True] * 3
-    assert len({case.weights.data_ptr() for case in cases}) == SETS
+    assert len({case.weights.data_ptr() for case in cases}) == MOST_SETS
+
+
+def test_a_projections_own_layers_fill_the_caches() -> None:
+    def cases_of(rows: int, count: int) -> list[Any]:
+        weights = [torch.empty(rows, 1024, dtype=FP8, device="meta") for _ in range(count)]
+        generator = torch.Generator()
+        cases = list_cases(linear_key(rows, 1024, FP8), 1, [Fp8(w, w[:1, :1].float()) for w in weights], generator)
+        return [case.weights.w for case in cases]
+
+    size = ENOUGH_BYTES // 20  # twenty of these and their factors are enough
+    assert len(cases_of(size // 1024 - 1, 36)) == 21
+    assert len({id(w) for w in cases_of(size // 1024 - 1, 36)}) == 21
+    assert len(cases_of(ENOUGH_BYTES // 1024, 36)) == SETS
+    assert len(cases_of(ENOUGH_BYTES // 1024, 1)) == 1
+    assert len(cases_of(ENOUGH_BYTES // 2048, 1)) == 2
+
+
+def quantise(*shape: int, parts: int = 1) -> Fp8:
+    """Put values in FP8 blocks, each part's rows by themselves."""
+    pieces = [quantize_blocks(piece) for piece in torch.randn(shape).chunk(parts, -2)]
+    return Fp8(*(torch.cat(column, -2) for column in zip(*pieces, strict=True)))
+
+
+def make_narrow(dtype: torch.dtype = torch.bfloat16) -> MoEParams:
+    return MoEParams(torch.randn(61, 64).to(dtype), quantise(61, 48, 64, parts=2), quantise(61, 64, 24), None, None)
+
+
+NARROW_KEY = moe_key(60, 4, 1, 1, 64, 24, FP8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_have_the_dtype_of_the_model_and_not_that_of_fp8_blocks(dtype: torch.dtype) -> None:
+    cases = list_cases(NARROW_KEY, 3, [make_narrow(dtype)], rng())
+    assert {case.x_TD.dtype for case in cases} == {case.weights.w_router_ED.dtype for case in cases} == {dtype}
+    assert all(case.x_TD.isfinite().all() for case in cases)
+    w = quantise(150, 130)
+    assert activation_dtype(w) == torch.bfloat16
+    assert activation_dtype(w._replace(rest_MD=torch.ones(2, 130, dtype=dtype))) == dtype
+    assert activation_dtype(torch.ones(2, 3, dtype=dtype)) == dtype
+    assert activation_dtype(make_params(1)[0]) == torch.float32
+
+
+def test_fp8_blocks_are_copied_with_what_belongs_to_them() -> None:
+    params = make_narrow()
+    cases = list_cases(NARROW_KEY, 3, [params], rng())
+    assert len(cases) == 2 * SETS
+    for name in ("w_gate_up_EPD", "w_down_EDF"):
+        stacks, own = [getattr(case.weights, name) for case in cases[::2]], getattr(params, name)
+        assert stacks[0] is own
+        for part in ("w", "scale"):
+            assert len({getattr(stack, part).data_ptr() for stack in stacks}) == SETS
+            assert all(torch.equal(getattr(stack, part).float(), getattr(own, part).float()) for stack in stacks)
+    w = quantise(150, 130)._replace(rest_MD=torch.randn(3, 130).bfloat16())
+    cases = list_cases(linear_key(153, 130, FP8), 2, [w], rng())
+    assert {case.x_TD.dtype for case in cases} == {torch.bfloat16}
+    assert len({case.weights.rest_MD.data_ptr() for case in cases}) == MOST_SETS
+    assert torch.equal(cases[-1].weights.rest_MD, w.rest_MD)
+    assert count_bytes(w) == 150 * 130 + 4 * 4 + 2 * 3 * 130
+
+
+def test_the_reference_gets_fp8_blocks_multiplied_out() -> None:
+    params, seen = make_narrow(torch.float32), []
+
+    def run(implementation, settings, x_TD, weights):
+        seen.append(weights)
+        return x_TD
+
+    make_measure(NARROW_KEY, 3, torch.device("cpu"), run, [params], reference="grouped")
+    assert len(seen) == 2
+    for weights in seen:
+        gate, up = (
+            dequantize_blocks(w, s)
+            for w, s in zip(params.w_gate_up_EPD.w.chunk(2, 1), params.w_gate_up_EPD.scale.chunk(2, 1), strict=True)
+        )
+        torch.testing.assert_close(weights.w_gate_up_EPD, torch.cat((gate, up), 1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(weights.w_down_EDF, dequantize_blocks(*params.w_down_EDF[:2]), rtol=1e-6, atol=0)
+    w = quantise(150, 130)._replace(rest_MD=torch.randn(3, 130).bfloat16())
+    plain = multiply_out(w)
+    assert plain.dtype == torch.bfloat16
+    assert torch.equal(plain, torch.cat((dequantize_blocks(w.w, w.scale).bfloat16(), w.rest_MD)))
+    tensor = torch.ones(3, 4)
+    assert multiply_out(tensor) is tensor
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_a_candidate_that_takes_another_blocks_factor_is_refused(wrong: int) -> None:
+    """One factor of four is that of its neighbour, and of half the size."""
+    w = quantise(256, 256)
+    w = w._replace(scale=w.scale * torch.tensor([[1.0, 0.5], [2.0, 1.0]]))
+    broken = w.scale.clone()
+    broken.view(-1)[wrong] = w.scale[0, 0]
+
+    def run(implementation, settings, x_TD, weights):
+        plain = weights
+        if isinstance(weights, Fp8):
+            plain = dequantize_blocks(weights.w, broken if settings else weights.scale)
+        return (x_TD.float() @ plain.float().T).to(x_TD.dtype)
+
+    key = linear_key(256, 256, FP8)
+    measure = make_measure(key, 2, torch.device("cpu"), run, [w], reference="library")
+    assert measure(Candidate("triton", ()), 1) > 0
+    with pytest.raises(ValueError, match=r"wrong result: relative error 0\.\d+, expected at most 0\.05"):
+        measure(Candidate("triton", (1,)), 1)
 
 
 def test_sets_are_taken_in_turn() -> None:

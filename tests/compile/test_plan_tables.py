@@ -136,6 +136,14 @@ def test_an_export_keeps_what_it_does_not_know(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 4 + 3 + 5 + 2  # one line for each entry
 
 
+def test_a_table_may_leave_timings_out(tmp_path: Path) -> None:
+    write_entries(DEVICE, KEY, {16: FAST})
+    for timings in (True, False):
+        export_table(DEVICE, tmp_path / "out.json", timings=timings)
+        (entry,) = json.loads((tmp_path / "out.json").read_text())["entries"][str(KEY)].values()
+        assert ("timings" in entry, entry["us"]) == (timings, 1.5)
+
+
 def test_nothing_to_export_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing was measured on Some GPU .* tune first"):
         export_table(DEVICE, tmp_path / "out.json")

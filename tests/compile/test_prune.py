@@ -11,17 +11,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing; unset TRITON_INTERPRET", allow_module_level=True)
 
 from fmoe.compile.autotune import Task
-from fmoe.compile.candidates import Candidate, list_candidates
+from fmoe.compile.candidates import Candidate, Inputs, list_candidates
 from fmoe.compile.kernels.offline import Usage, compile_launch
 from fmoe.compile.kernels.prune import identify, prune_tasks, record_candidate
-from fmoe.compile.plan import KERNELS, Device, linear_key, moe_key
+from fmoe.compile.plan import BUCKETS, KERNELS, LINEAR_BUCKETS, Device, linear_key, moe_key
 from fmoe.compile.tune_ops import keep_compiling
+from fmoe.functional.quant import FP8
 from fmoe.functional.routing import RouterConfig
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, "v")
 KEY = moe_key(60, 4, 3, 1, 96, 40, torch.bfloat16)
 PROJECTION = linear_key(48, 96, torch.bfloat16)
 ALLOWED = ("triton", "apart", "grouped")
+NARROW_KEY = moe_key(512, 10, 1, 1, 2048, 512, FP8)
+NARROW_PROJECTION = linear_key(12352, 2048, FP8)
 
 
 def make_tasks() -> list[Task]:
@@ -56,7 +59,7 @@ def test_what_compiles_stays_and_nothing_is_compiled_twice():
         for task in tasks
         for candidate in task.candidates
         if candidate.implementation in KERNELS
-        for launch in record_candidate(task.key, task.tokens, candidate, None)
+        for launch in record_candidate(task.key, task.tokens, candidate, Inputs())
     ]
     assert set(seen) == {identify(launch) for launch in launched}
     assert 2 * len(seen) < len(launched)
@@ -111,13 +114,13 @@ def test_an_unknown_architecture_is_not_compiled_for():
 def test_the_models_routing_rule_is_compiled():
     rule = RouterConfig(60, 4, scoring="sigmoid", groups=5, groups_kept=2, group_score="top2")
     candidate = make_tasks()[1].candidates[0]
-    plain, own = (record_candidate(KEY, 2048, candidate, router) for router in (None, rule))
+    plain, own = (record_candidate(KEY, 2048, candidate, Inputs(router)) for router in (None, rule))
     assert [identify(launch) for launch in plain] != [identify(launch) for launch in own]
 
 
 def test_equal_names_compile_to_the_same():
     candidate = make_tasks()[1].candidates[0]
-    first, second, third = (record_candidate(KEY, tokens, candidate, None)[0] for tokens in (2048, 4096, 2049))
+    first, second, third = (record_candidate(KEY, tokens, candidate, Inputs())[0] for tokens in (2048, 4096, 2049))
     assert first.values["T"] != second.values["T"]
     assert identify(first) == identify(second)
     assert identify(first) != identify(third)  # not a multiple of 16
@@ -126,5 +129,55 @@ def test_equal_names_compile_to_the_same():
 def test_a_real_compilation():
     task = Task(PROJECTION, 1, tuple(list_candidates(PROJECTION, H200, 1, ("library", "triton")))[:2])
     assert prune_tasks([task], H200, {}, budget_s=300.0) == [task]
-    (launch,) = record_candidate(PROJECTION, 1, task.candidates[1], None)
+    (launch,) = record_candidate(PROJECTION, 1, task.candidates[1], Inputs())
     assert compile_launch(launch, "sm_90").spills == 0
+
+
+def reads(launches):
+    """Dtypes of what each kernel is given, by name."""
+    return [
+        {name: value.dtype for name, value in launch.values.items() if isinstance(value, torch.Tensor)}
+        for launch in launches
+    ]
+
+
+@pytest.mark.parametrize("tokens", BUCKETS)
+def test_layers_in_fp8_blocks_can_be_launched(tokens):
+    candidates = list_candidates(NARROW_KEY, H200, tokens, ("triton",), limit=60)
+    assert len(candidates) > 40
+    for candidate in candidates:
+        # record_candidate raises for a block that needs several factors
+        found = reads(record_candidate(NARROW_KEY, tokens, candidate, Inputs(activations=torch.float16)))
+        kernels = [given for given in found if FP8 in given.values()]
+        assert len(kernels) == 2
+        assert all(given["s"] == torch.float32 for given in kernels)
+        assert {given["x"] for given in found if "x" in given} == {torch.float16}
+
+
+@pytest.mark.parametrize("tokens", LINEAR_BUCKETS)
+def test_projections_in_fp8_blocks_are_recorded_with_the_rows_behind_them(tokens):
+    for candidate in list_candidates(NARROW_PROJECTION, H200, tokens, ("library", "triton"), limit=60):
+        if candidate.implementation in KERNELS:
+            launch, *_ = record_candidate(NARROW_PROJECTION, tokens, candidate, Inputs(rest=64))
+            assert (launch.values["N"], launch.values["M"]) == (12288, 64)
+            (given,) = reads([launch])
+            assert (given["w"], given["s"], given["rest"]) == (FP8, torch.float32, torch.bfloat16)
+            plain, *_ = record_candidate(NARROW_PROJECTION, tokens, candidate, Inputs())
+            assert identify(plain) != identify(launch)
+
+
+def test_each_key_is_compiled_for_its_inputs():
+    task = Task(NARROW_PROJECTION, 1, tuple(list_candidates(NARROW_PROJECTION, H200, 1, ("library", "triton"))))
+    compile_one, seen = compiler()
+    inputs = {NARROW_PROJECTION: Inputs(activations=torch.float16, rest=64)}
+    assert prune_tasks([task], H200, inputs, budget_s=60.0, compile_one=compile_one) == [task]
+    assert seen and all("'M': '64'" in name and "'x': 'torch.float16'" in name for name in seen)
+
+
+def test_a_real_compilation_of_fp8_blocks():
+    key = moe_key(60, 4, 3, 1, 160, 136, FP8)
+    task = Task(key, 1, tuple(list_candidates(key, H200, 1, ("triton",)))[:4])
+    assert prune_tasks([task], H200, {}, budget_s=300.0) == [task]
+    gfx942 = Device("hip", "", "gfx942", 304, "v")
+    (kept,) = prune_tasks([Task(key, 1, task.candidates)], gfx942, {}, budget_s=300.0)
+    assert kept.candidates == task.candidates[:1]  # which has no FP8 of this form

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from fmoe.compile.adapt import adapt_entry
-from fmoe.compile.candidates import Candidate
-from fmoe.compile.plan import KERNELS, Device, Key, buckets_of, entries_from_json
+from fmoe.compile.candidates import Candidate, Inputs
+from fmoe.compile.plan import FP8, KERNELS, Device, Key, buckets_of, entries_from_json
 from fmoe.compile.plan_tables import TABLES, read_tables, shipped_file
+from fmoe.compile.settings import why_not_fp8
 
 FILES = sorted(TABLES.glob("*.json"))
 UNITS = {"sm_90": 132, "gfx942": 304, "gfx950": 256}
@@ -62,10 +63,13 @@ def test_shipped_settings_compile(name: str, key: Key, arch: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed; it is what compiles the kernels")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("Triton's interpreter compiles nothing; unset TRITON_INTERPRET")
+    kind = "cuda" if arch.startswith("sm_") else "hip"
+    if key.dtype == FP8 and (reason := why_not_fp8(kind, arch)):
+        pytest.skip(reason)
     from fmoe.compile.kernels.offline import find_misfits
     from fmoe.compile.kernels.prune import identify, record_candidate
 
-    device = Device("cuda" if arch.startswith("sm_") else "hip", "", arch, UNITS[arch], "")
+    device = Device(kind, "", arch, UNITS[arch], "")
     (entries,) = [entries_from_json(entries) for n, k, entries in tables() if (n, k) == (name, key)]
     launches = {}
     for tokens, shipped in entries.items():
@@ -73,7 +77,7 @@ def test_shipped_settings_compile(name: str, key: Key, arch: str) -> None:
         assert entry == shipped or device.kind == "hip"
         if entry.implementation in KERNELS:
             candidate = Candidate(entry.implementation, entry.settings)
-            recorded = record_candidate(key, tokens, candidate, None)
+            recorded = record_candidate(key, tokens, candidate, Inputs())
             assert recorded
             launches |= {identify(launch): launch for launch in recorded}
     assert find_misfits(list(launches.values()), arch) == []

@@ -15,15 +15,25 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from fmoe.functional.quant import FP8
 from fmoe.functional.routing import RouterConfig
 
 from ..autotune import Task
-from ..candidates import Candidate
+from ..candidates import Candidate, Inputs
 from ..linear_settings import linear_from_ints
 from ..plan import KERNELS, Device, Key
 from ..settings import settings_from_ints
 from .linear import run_linear
-from .offline import TARGETS, Compile, Launch, compile_launch, find_misfits, record_layer, recorded_launches
+from .offline import (
+    TARGETS,
+    Compile,
+    Launch,
+    compile_launch,
+    empty_weight,
+    find_misfits,
+    record_layer,
+    recorded_launches,
+)
 
 logger = logging.getLogger("fmoe")
 
@@ -33,7 +43,7 @@ MOST_WORKERS = 16
 def prune_tasks(
     tasks: Sequence[Task],
     device: Device,
-    routers: Mapping[Key, RouterConfig],
+    inputs: Mapping[Key, Inputs],
     /,
     *,
     budget_s: float,
@@ -45,7 +55,7 @@ def prune_tasks(
     Args:
         tasks: each with its default first, which is never dropped.
         device: whose architecture counts; one that is not known is not compiled for, and nothing is dropped.
-        routers: the routing rule of each MoE layer.
+        inputs: what the kernels of a key are compiled for besides it; those of a key that is not there are plain.
         budget_s: a candidate that is not compiled when it is over is dropped too.
         clock: seconds.
         compile_one: compiles a launch for a target.
@@ -55,7 +65,7 @@ def prune_tasks(
     """
     if device.arch not in TARGETS:
         return list(tasks)
-    launches = {task: [_record(task, c, routers) for c in task.candidates] for task in tasks}
+    launches = {task: [_record(task, c, inputs) for c in task.candidates] for task in tasks}
     deadline = clock() + budget_s
     faults: dict[str, Future[list[str]]] = {}
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_WORKERS)) as pool:
@@ -87,36 +97,37 @@ def _specialize(launch: Launch, name: str, value: object) -> str:
     return "multiple of 16" if value % 16 == 0 else "integer"
 
 
-def _record(task: Task, candidate: Candidate, routers: Mapping[Key, RouterConfig]) -> list[Launch] | None:
+def _record(task: Task, candidate: Candidate, inputs: Mapping[Key, Inputs]) -> list[Launch] | None:
     """Record a candidate's launches; None where it cannot even be launched."""
     if candidate.implementation not in KERNELS:
         return []
     try:
-        return record_candidate(task.key, task.tokens, candidate, routers.get(task.key))
+        return record_candidate(task.key, task.tokens, candidate, inputs.get(task.key, Inputs()))
     except (ValueError, NotImplementedError) as error:
         logger.debug("%s at %d: %s is out (%s)", task.key, task.tokens, candidate, error)
         return None
 
 
-def record_candidate(key: Key, tokens: int, candidate: Candidate, router: RouterConfig | None, /) -> list[Launch]:
+def record_candidate(key: Key, tokens: int, candidate: Candidate, inputs: Inputs, /) -> list[Launch]:
     """Record the launches of a candidate that runs kernels; of separate shared experts, those of the routed ones."""
     dtype: torch.dtype = getattr(torch, key.dtype)
     if key.operator == "linear":
-        outputs, hidden = key.sizes
-        x_TD = torch.empty(tokens, hidden, dtype=dtype, device="meta")
-        w_ND = torch.empty(outputs, hidden, dtype=dtype, device="meta")
+        of_x = inputs.activations if dtype == FP8 else dtype
+        x_TD = torch.empty(tokens, key.sizes[1], dtype=of_x, device="meta")
+        w_ND = empty_weight(*key.sizes, dtype=dtype, rest=inputs.rest, activations=of_x)
         with recorded_launches() as launches:
             run_linear(x_TD, w_ND, linear_from_ints(candidate.settings))
         return launches
     experts, top_k, slots, _, hidden, width = key.sizes
     return record_layer(
         settings_from_ints(candidate.settings),
-        router or RouterConfig(experts, top_k),
+        inputs.router or RouterConfig(experts, top_k),
         tokens=tokens,
         slots=slots if candidate.implementation == "triton" else 0,
         hidden=hidden,
         width=width,
         dtype=dtype,
+        activations=inputs.activations,
     )
 
 
