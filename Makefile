@@ -2,6 +2,7 @@
 # make test     run all tests                      make test ARGS="tests/test_layers.py -x"
 # make check    formatting, lint, types and all tests
 # make fix      format, and repair what lint can repair
+# make families run the tests that compare with transformers, and write what they find into README.md's table
 # make bench    measure against the peers          make bench ARGS=...
 #
 # Each one first sets up what it needs in .venv: minutes once, and again only when pyproject.toml or
@@ -39,7 +40,7 @@ STAMP := .fmoe-$(firstword $(shell pwd | cksum))
 INSTALL = $(RUN) -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 FROM_WHEEL = PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/site" $(RUN)
 
-.PHONY: demo test check lint test-wheel fix bench setup
+.PHONY: demo test check lint test-wheel fix families bench setup
 
 demo: $(VENV)/$(STAMP)-run
 	@$(RUN) -m fmoe generate --model demo '$(subst ','\'',$(PROMPT))' --max-new-tokens $(TOKENS) --temperature 0.8 --top-p 0.95 $(ARGS)
@@ -71,6 +72,9 @@ test-wheel: $(VENV)/$(STAMP)-dev
 fix: $(VENV)/$(STAMP)-dev
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+families: $(VENV)/$(STAMP)-dev
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(RUN) -m tests.models.families_table $(ARGS)
 
 bench: $(VENV)/$(STAMP)-dev
 	$(RUN) -m bench $(ARGS)

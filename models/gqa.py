@@ -175,7 +175,7 @@ def _attend_projected(
     append_kv_(cache, k_BTJC, v_BTN.view(*step, config.kv_heads, config.head_size), placement.positions_BT)
     if placement.mask_BTM is None:  # one token, of a kind that attend_step does not do
         assert kernels.attend_lengths is not None and config.window is None
-        out_BTHC = kernels.attend_lengths(q_BTHC, *cache, placement.lengths_B)
+        out_BTHC = kernels.attend_lengths(q_BTHC, *cache, placement.lengths_B, scale=config.head_size**-0.5)
     else:
         mask_BTM = placement.mask_BTM if config.window is None else placement.window_mask_BTM
         assert mask_BTM is not None

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .families_table import family_name
+
 
 class Reference(NamedTuple):
     """A model of transformers and the folder that its save_pretrained wrote."""
@@ -20,6 +22,13 @@ class Reference(NamedTuple):
         """Compute [T, V] in one pass without a cache."""
         with torch.no_grad():
             return self.model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@pytest.fixture(autouse=True)
+def _name_the_family(request, record_property):
+    """Say in a report which family a test of parity has run; families_table.py reads it."""
+    if {"reference", "model"} <= set(request.fixturenames):
+        record_property("family", family_name(request.getfixturevalue("model").architecture))
 
 
 def randomize_(model: PreTrainedModel, seed: int) -> None:

@@ -25,6 +25,11 @@ FAMILIES = {
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "topk_method": "greedy", "scoring_func": "softmax",
         "norm_topk_prob": False,
     },
+    "granitemoeshared": {
+        "head_dim": 10, "num_local_experts": 5, "shared_intermediate_size": 80, "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0, "tie_word_embeddings": True,
+    },
+    "hunyuan_v1_moe": {"head_dim": 12, "num_experts": 5, "rope_scaling": {"type": "dynamic", "alpha": 50.0}},
 }  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from fmoe.info import describe
 from fmoe.loading import named_tensors
 from fmoe.options import Options
 
+from .families_table import MARGIN, family_name, read_figures
+
 V = 61
 LENGTHS = (1, 3, 17, 65)
 PIECES = {
@@ -42,6 +44,14 @@ def assert_equal_logits(found, expected, *, within=1e-4):
     clear = best[..., 0] - best[..., 1] > 1e-3
     assert clear.any()
     assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
+
+
+def check_figure(model, found, expected, record_property):
+    """Report the largest difference, and hold it to the family's figure where families_table.py has noted one."""
+    difference = (found - expected).abs().max().item()
+    record_property("difference", difference)
+    figure = read_figures().get(family_name(model.architecture), {}).get("parity")
+    assert figure is None or difference <= MARGIN * figure
 
 
 def one_pass(model, ids):
@@ -76,9 +86,11 @@ def assert_same_rows(found, expected):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_logits(reference, model, length):
+def test_logits(reference, model, length, record_property):
     ids = draw_ids(length, seed=length)
-    assert_equal_logits(one_pass(model, ids), reference.logits(ids))
+    found, expected = one_pass(model, ids), reference.logits(ids)
+    check_figure(model, found, expected, record_property)
+    assert_equal_logits(found, expected)
 
 
 def test_the_reference_is_worth_comparing_with(reference):
@@ -179,7 +191,8 @@ def check_router(router, rule, hidden, rng):
 def check_bfloat16(reference):
     """Compare means: in bfloat16 a near tie of two experts may go either way."""
     model = fmoe.load(reference.folder, dtype="bfloat16", compile=False)
-    assert {tensor.dtype for _, tensor in named_tensors(model.params)} == {torch.bfloat16}
+    others = [tensor for name, tensor in named_tensors(model.params) if "norm" not in name.rpartition(".")[2]]
+    assert {tensor.dtype for tensor in others} == {torch.bfloat16}
     ids = draw_ids(65)
     found, expected = one_pass(model, ids), reference.logits(ids)
     assert (found - expected).abs().mean() < 0.1 * expected.std()

@@ -15,6 +15,8 @@ from fmoe.compile.select import choose
 from fmoe.compile.step import compile_steps
 from fmoe.decoding import compute_head, new_state, run
 
+from .parity import check_figure
+
 V = 61
 LENGTHS = (1, 3, 63, 64, 65, 200)
 BASE = {
@@ -130,9 +132,11 @@ def in_pieces(model, ids, sizes, steps=None):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_logits(reference, model, length):
+def test_logits(reference, model, length, record_property):
     ids = draw_ids(length, seed=length)
-    assert_equal_logits(one_pass(model, ids), reference.logits(ids))
+    found, expected = one_pass(model, ids), reference.logits(ids)
+    check_figure(model, found, expected, record_property)
+    assert_equal_logits(found, expected)
 
 
 def test_the_reference_is_worth_comparing_with(reference):
@@ -217,8 +221,9 @@ def with_graphs(model, backend):
     return replace(model, graphs=compile_steps(layers, head, device=model.device, backend=backend), compile=True)
 
 
-def test_compiled_equals_eager(make_reference):
+def test_compiled_equals_eager(make_reference, record_property):
     """Both kinds of layer with dense and sparse blocks, a fused shared expert, B and T of 1 and more."""
+    record_property("family", "qwen3_next")
     config = BASE | VARIANTS["dense-layers"] | {"shared_expert_intermediate_size": 24}
     model = fmoe.load(make_reference(Qwen3NextConfig(**config)).folder, compile=False)
     compiled = with_graphs(model, "aot_eager")
