@@ -9,7 +9,19 @@ from typing import Any, Protocol
 import torch
 
 from fmoe.functional import Kernels, RouterConfig
-from fmoe.models import deepseek_v2, deepseek_v3, granitemoe, hunyuan_v1_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_next
+from fmoe.models import (
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    glm4_moe,
+    glm4_moe_lite,
+    granitemoe,
+    hunyuan_v1_moe,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from fmoe.models.decoder import DecoderConfig as DecoderConfig
 from fmoe.models.decoder import Layers as Layers
 from fmoe.models.decoder import Params as Params
@@ -73,6 +85,9 @@ KNOWN: tuple[Architecture, ...] = (
     qwen3_next,
     deepseek_v2,
     deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    dots1,
     granitemoe,
     hunyuan_v1_moe,
 )

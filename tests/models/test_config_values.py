@@ -90,12 +90,15 @@ NEXT = {
     "linear_conv_kernel_dim": 4,
     "n_shared_experts": 1,
 }
-DEEPSEEK = COMMON | {
+LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+    "rope_interleave": True,
+}
+ROUTED = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "moe_intermediate_size": 24,
@@ -105,10 +108,21 @@ DEEPSEEK = COMMON | {
     "n_group": 4,
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
-    "rope_interleave": True,
 }
+DEEPSEEK = COMMON | ROUTED | LATENT
 V2 = {"topk_method": "group_limited_greedy", "scoring_func": "softmax", "norm_topk_prob": False}
 V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+FLASH = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"} | V3
+FLASH |= {"mlp_layer_types": ["dense", *["sparse"] * 3]}
+GLM = {"attention_bias": True, "use_qk_norm": True, "head_dim": 16, "partial_rotary_factor": 0.5}
+DOTS = {
+    "scoring_func": "noaux_tc",
+    "head_dim": 16,
+    "sliding_window": 16,
+    "use_sliding_window": False,
+    "max_window_layers": 3,
+    "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+}
 GRANITE = {
     "num_local_experts": 8,
     "shared_intermediate_size": 80,
@@ -135,6 +149,9 @@ FAMILIES = {
     "qwen3_next": QWEN | NEXT,
     "deepseek_v2": DEEPSEEK | V2,
     "deepseek_v3": DEEPSEEK | V3,
+    "glm4_moe": COMMON | ROUTED | V3 | GLM,
+    "glm4_moe_lite": FLASH,
+    "dots1": COMMON | ROUTED | V3 | DOTS,
     "granitemoeshared": COMMON | GRANITE,
     "hunyuan_v1_moe": COMMON | HUNYUAN,
 }
