@@ -8,8 +8,10 @@ from transformers.models.granitemoeshared.modeling_granitemoeshared import Grani
 
 import fmoe
 from fmoe.architectures import find_architecture
+from fmoe.checkpoint import read_config
 from fmoe.models import granitemoe
 
+from ..fp8_checkpoints import dequantize_tensors, quantize_tensors, write_checkpoint
 from .parity import (
     V,
     assert_equal_logits,
@@ -132,6 +134,25 @@ def test_fused_is_refused_where_widths_differ(make_reference):
     kind, changes = VARIANTS["apart"]
     with pytest.raises(ValueError, match=r"'fused' is not possible: shared width 30 is not a multiple of .* 20; use"):
         fmoe.load(make_reference(kind(**BASE | changes)).folder, shared_experts="fused")
+
+
+@pytest.mark.parametrize("part", ["shared_mlp", "block_sparse_moe"])
+def test_experts_of_two_kinds_stay_apart(part, make_reference, tmp_path):
+    """A shared MLP or routed experts alone in FP8 blocks cannot be rows of one stack."""
+    kind, changes = VARIANTS["wide"]
+    reference = make_reference(kind(**BASE | changes))
+    tensors, config = load_file(reference.folder / "model.safetensors"), read_config(reference.folder)
+    blocks = quantize_tensors(tensors, lambda name: f"{part}." in name and "router" not in name)
+    assert any(name.endswith("_scale_inv") for name in blocks)
+    folder = write_checkpoint(tmp_path / "blocks", blocks, config)
+    plain = fmoe.load(write_checkpoint(tmp_path / "plain", dequantize_tensors(blocks), config), compile=False)
+    model = fmoe.load(folder, dtype="float32", compile=False)
+    assert all(layer.mlp.shared is not None for layer in model.params.layers)
+    assert all(layer.mlp.shared is None for layer in plain.params.layers)
+    ids = draw_ids(20)
+    assert_equal_logits(one_pass(model, ids), one_pass(plain, ids))
+    with pytest.raises(ValueError, match="'fused' is not possible: of the shared and the routed experts only one kind"):
+        fmoe.load(folder, shared_experts="fused")
 
 
 @pytest.mark.parametrize(("experts", "k"), [(7, 2), (8, 3), (60, 60)])
