@@ -35,7 +35,7 @@ DEFAULTS = {
 def parse_config(raw: Raw, *, shared_experts: SharedExperts = "auto") -> Config:
     """Read config.json; values that are not implemented are refused by name."""
     require(raw, {"partial_rotary_factor": (1.0,)})
-    raw = {"q_lora_rank": 768} | with_defaults(raw, DEFAULTS)  # a rank of null is a value of its own
+    raw = {"q_lora_rank": 768, **with_defaults(raw, DEFAULTS)}  # a rank of null is a value of its own
     rope = latent_rope(raw)
     return make_config(
         raw,
