@@ -151,7 +151,8 @@ def main() -> None:
     parser.add_argument("--timings", type=Path, help="a table with the time of every candidate")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    device = torch.device("cuda", torch.cuda.current_device())
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     described, known = describe_device(device), FP8_PROJECTIONS if arguments.fp8 else PROJECTIONS
     shapes = ("qwen3next" if arguments.fp8 else ",".join(SHAPES)) if arguments.shapes is None else arguments.shapes
     projections = ",".join(known) if arguments.projections is None else arguments.projections

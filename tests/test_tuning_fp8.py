@@ -1,5 +1,6 @@
 """Tuning weights in FP8 blocks: found with what belongs to them, measured, planned, and run by the plan."""
 
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from fmoe.compile import plan_tables
 from fmoe.compile.candidates import Inputs
 from fmoe.compile.device import describe_device
 from fmoe.compile.plan import Device, linear_key, moe_key
-from fmoe.compile.plan_tables import export_table, read_tables
+from fmoe.compile.plan_tables import export_table, format_table, read_tables
 from fmoe.functional import MoEParams, RouterConfig
 from fmoe.functional.quant import FP8, Fp8
 from fmoe.plan_search import Search, find_weights, make_run, search_plans
@@ -196,6 +197,23 @@ def test_a_table_is_written_of_layers_and_projections_in_fp8_blocks(tmp_path):
     export_table(describe_device(CPU), tmp_path / "table.json", timings=False)
     assert f'"{KEY}"' in (tmp_path / "table.json").read_text()
     assert "float8_e4m3fn" in str(KEY)
+
+
+def test_the_command_writes_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune_shapes, "SHAPES", {"qwen3next": TINY})
+    monkeypatch.setattr(tune_shapes, "FP8_PROJECTIONS", {"qwen3next": ((153, 3, 130),)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    table, timings = tmp_path / "table.json", tmp_path / "timings.json"
+    table.write_text(format_table("before", "v", {"moe other": {"1": {}}}))
+    arguments = f"--fp8 --max-tokens 1 --seconds 30 --key-budget 0.1 --out {table} --timings {timings}"
+    monkeypatch.setattr(sys, "argv", ["tune_shapes", *arguments.split()])
+    tune_shapes.main()
+    assert capsys.readouterr().out.count(f"{KEY}\n") == 2  # rounds
+    found = json.loads(table.read_text())["entries"]
+    assert set(found) == {"moe other", str(KEY)}  # a projection has nothing to choose on a CPU
+    assert set(found[str(KEY)]) == {"1", "2", "4", "8", "16"}
+    assert not any("timings" in entry for entry in found[str(KEY)].values())
+    assert all(entry["timings"] for entry in json.loads(timings.read_text())["entries"][str(KEY)].values())
 
 
 def test_time_is_shared_by_token_counts(monkeypatch):

@@ -44,7 +44,7 @@ FP8_VECTORS = (
     (8, 256, 2), (16, 128, 2), (4, 2048, 8), (8, 512, 4), (1, 2048, 4), (1, 4096, 4), (2, 1024, 2), (2, 2048, 4),
     (4, 512, 2), (4, 512, 4), (4, 1024, 4), (8, 256, 4), (8, 512, 2), (8, 512, 8), (8, 1024, 4), (8, 1024, 8),
     (16, 128, 4), (16, 256, 4), (16, 512, 4), (16, 512, 8), (32, 128, 4), (32, 256, 8), (2, 4096, 8), (1, 8192, 8),
-    (2, 8192, 8),
+    (2, 8192, 8), (4, 2048, 4), (8, 2048, 8), (4, 4096, 8),
 )  # fmt: skip
 FP8_STAGES: dict[str, tuple[int, ...]] = {"cuda": (5, 4, 3, 1), "hip": (2, 1), "cpu": (2,)}
 # What was fastest for one row on an H200: of 12352 x 2048, 9216 x 2048 and 2048 x 4096.
@@ -220,34 +220,43 @@ def _order_tiles(settings: Settings, key: Key, device: Device, tokens: int, part
     """Give the blocks of one kernel that fit, the fastest by the cost model first."""
     kind = "token" if settings.token_down and part == "down" else settings.path
     tiles = list_tiles(key, kind, tokens, device)
-    if key.dtype == FP8:
-        tiles = [tile for tile in tiles if _is_needed(tile, key, part, device)]
+    one, every = _find_reach(key, part)
+    if key.dtype == FP8 and kind in ("slots", "token"):
+        # What a tile holds whole has no stages.
+        once = min(FP8_STAGES[device.kind])
+        tiles = [t for t in tiles if t.depth < every or (t.depth < 2 * every and t.stages == once)]
     if settings.path == "sorted" and part == "down":
         tiles = [tile for tile in tiles if tile.tokens == settings.gate_up.tokens]
     blocks = {tile: expert_block(key, kind, part, tile, tokens) for tile in tiles}
     fitting = [tile for tile in tiles if fits(blocks[tile], device)]
     fitting.sort(key=lambda tile: estimate_s(blocks[tile], device))
-    return _spread(fitting, lambda tile: (tile.tokens, tile.rows, tile.depth, tile.warps))
+    ordered = _spread(fitting, lambda tile: (tile.tokens, tile.rows, tile.depth, tile.warps))
+    if key.dtype != FP8:
+        return ordered
+    # The model does not know what it is worth to load without a loop: in turns.
+    return _take_turns(list(_group(ordered, lambda tile: (tile.depth > one, tile.depth >= every)).values()))
 
 
-def _is_needed(tile: Tile, key: Key, part: str, device: Device) -> bool:
-    """Leave out depths beyond all columns of a product, and stages of loops that have one step.
+def _find_reach(key: Key, part: str) -> tuple[int, int]:
+    """Give the columns of one matrix, and those that a product of vectors can take at once, BLOCK at least.
 
     Down has the columns of all of a token's experts side by side, where F is whole blocks of factors.
     """
     _, top_k, slots, _, hidden, width = key.sizes
-    columns = max(hidden if part == "gate_up" else width, BLOCK)
-    if part == "down" and width % BLOCK == 0 and tile.tokens == 1:
-        columns *= top_k + slots
-    return tile.depth < columns or (tile.depth < 2 * columns and tile.stages == min(FP8_STAGES[device.kind]))
+    one = max(hidden if part == "gate_up" else width, BLOCK)
+    return one, one * (top_k + slots) if part == "down" and width % BLOCK == 0 else one
 
 
 def _spread(ordered: Sequence[T], family: Callable[[T], Hashable]) -> list[T]:
     """Put the best of each family before the second best of any: near the top, many differ in little."""
-    families: dict[Hashable, list[T]] = {}
-    for value in ordered:
-        families.setdefault(family(value), []).append(value)
-    return _take_turns(list(families.values()))
+    return _take_turns(list(_group(ordered, family).values()))
+
+
+def _group(values: Iterable[T], family: Callable[[T], Hashable]) -> dict[Hashable, list[T]]:
+    found: dict[Hashable, list[T]] = {}
+    for value in values:
+        found.setdefault(family(value), []).append(value)
+    return found
 
 
 def list_tiles(key: Key, kind: str, tokens: int, device: Device, /) -> list[Tile]:
@@ -331,14 +340,17 @@ def _list_linear(key: Key, device: Device, tokens: int, base: Candidate | None) 
         first += [s for s in FP8_LINEAR if s.depth < 2 * max(hidden, BLOCK)]
     turned: list[LinearSettings] = []
     if _launches_early(device):
-        turned = [replace(s, pdl=True, ahead=ahead) for ahead in (0, 4) for s in first]
+        # A row at once is asked for as a whole, and nothing is ahead of it.
+        turned = [replace(s, pdl=True, ahead=0) for s in first]
+        turned += [replace(s, pdl=True, ahead=4) for s in first if s.depth < hidden]
         turned += [replace(first[0], pdl=True, ahead=ahead) for ahead in (1, 2)]
     blocks = {s: linear_block(key, s, tokens) for s in list_linear_settings(key, tokens, device)}
     fitting = [s for s in blocks if fits(blocks[s], device)]
     fitting.sort(key=lambda s: estimate_s(blocks[s], device))
     # Launched as what they are neighbours of.
     pdl, ahead = (first[0].pdl, first[0].ahead) if _launches_early(device) else (False, 0)
-    spread = [replace(s, pdl=pdl, ahead=ahead) for s in _spread(fitting, lambda s: (s.rows, s.dot))]
+    ordered = _spread(fitting, lambda s: (s.rows, s.dot, s.depth >= hidden))
+    spread = [replace(s, pdl=pdl, ahead=ahead if s.depth < hidden else 0) for s in ordered]
     return [Candidate("triton", tuple(linear_to_ints(s))) for s in [*first, *turned, *spread]]
 
 
@@ -355,7 +367,8 @@ def list_linear_settings(key: Key, tokens: int, device: Device, /) -> list[Linea
     ]
     if narrow:
         shapes = [(*block, n, 1) for block in FP8_VECTORS for n in FP8_STAGES[device.kind]]
-        shapes = [shape for shape in shapes if shape[1] < 2 * max(key.sizes[1], BLOCK)]
+        columns, once = max(key.sizes[1], BLOCK), min(FP8_STAGES[device.kind])
+        shapes = [s for s in shapes if s[1] < columns or (s[1] < 2 * columns and s[3] == once)]
     vector = [LinearSettings(*shape, dot=False, pdl=False) for shape in shapes]
     dots = [
         LinearSettings(rows, depth, warps, stages, splits, dot=True, pdl=False)
