@@ -158,7 +158,7 @@ def residual_layer(
     if isinstance(params.mlp, MLPParams):
         return Stream(x_BTD, mlp_layer(normed_BTD, params.mlp, linear=kernels.linear))
     normed_TD = normed_BTD.flatten(0, 1)
-    decode = x_BTD.shape[1] == 1
+    decode = x_BTD.shape[1] == 1 or placement.kept_B is not None
     return Stream(x_BTD, moe_layer(normed_TD, params.mlp, router, kernels=kernels, decode=decode).view_as(x_BTD))
 
 
@@ -169,16 +169,20 @@ def start_step(
     x_BTD = F.embedding(tokens_BT, embed_VD)
     if config.embedding_scale != 1.0:
         x_BTD = x_BTD * config.embedding_scale
-    placement = place_tokens(
+    return Stream(x_BTD, torch.zeros_like(x_BTD)), place_step(x_BTD, state, config=config, slots=slots)
+
+
+def place_step(x_BTD: Tensor, state: State, /, *, config: DecoderConfig, slots: int | None) -> Placement:
+    """Place T tokens of each row behind what the state holds; ``slots`` is that of ``place_tokens``."""
+    return place_tokens(
         state.lengths_B,
         state.inv_freq_R,
-        tokens=tokens_BT.shape[1],
+        tokens=x_BTD.shape[1],
         slots=slots,
         dtype=torch.float32 if config.rotate_float32 else x_BTD.dtype,
         window=config.window,
         scale=config.rope.attention_factor,
     )
-    return Stream(x_BTD, torch.zeros_like(x_BTD)), placement
 
 
 def run_layers(
@@ -229,14 +233,7 @@ def forward(
 def compute_logits(
     x_BD: Tensor, norm_D: Tensor, head_VD: Tensor, /, *, eps: float, linear: Callable[..., Tensor] = F.linear
 ) -> Tensor:
-    """Final norm and head: logits, float32 [..., V].
-
-    Args:
-        x_BD: hidden, [..., D].
-        norm_D, eps: of the final norm.
-        head_VD: output embedding.
-        linear: ``Kernels.linear``.
-    """
+    """Final norm and head of hidden states [..., D]: logits, float32 [..., V]; ``linear`` is that of ``Kernels``."""
     return linear(rms_norm(x_BD, norm_D, eps=eps), head_VD).float()
 
 

@@ -1,7 +1,7 @@
 """GLM-4.5 and 4.5-Air, and 4.6 and 4.7 of the same kind: grouped-query attention with DeepSeek-V3's mixture of experts.
 
 The first half of each head's channels rotates, and q, k and v have biases. The draft layer that
-``num_nextn_predict_layers`` counts stands behind ``num_hidden_layers`` and is left alone.
+``num_nextn_predict_layers`` counts stands behind ``num_hidden_layers``, as in DeepSeek-V3.
 
 Source: the published config.json of GLM-4.5 and GLM-4.5-Air; arXiv:2508.06471, section 2.1. dots.llm1 shares the
 reading of the keys that both have.
@@ -13,10 +13,12 @@ from fmoe.functional.routing import RouterConfig
 
 from .decoder import decoder_config
 from .gqa import AttentionConfig, attention_config
-from .gqa_decoder import FULL, SLIDING, Config, read_window
+from .gqa_decoder import FULL, SLIDING, Config, layer_params, read_window
 from .gqa_decoder import build_params as build_params
 from .gqa_decoder import init_state as init_state
 from .gqa_decoder import make_layers as make_layers
+from .mtp import DraftParams, draft_params
+from .mtp import draft_names as draft_names
 from .routers import BIAS, read_sigmoid_router
 from .settings import (
     MOST_SHARED,
@@ -29,10 +31,11 @@ from .settings import (
     require,
     with_defaults,
 )
-from .weights import ExpertNames
+from .weights import ExpertNames, Fill
 
 MODEL_TYPES: tuple[str, ...] = ("glm4_moe",)
 ARCHITECTURES: tuple[str, ...] = ("Glm4MoeForCausalLM",)
+DRAFT_KIND = FULL
 NAMES = ExpertNames(shared="shared_experts", bias=BIAS)
 DEFAULTS = {
     "first_k_dense_replace": 1,
@@ -104,3 +107,9 @@ def make_config(
         biased=biased,
         head_norms=head_norms,
     )
+
+
+def build_drafts(fill: Fill, config: Config) -> DraftParams:
+    """Describe the draft layer, which is one more sparse layer, and what stands around it."""
+    layer = layer_params(fill, f"model.layers.{len(config.decoder.layer_kinds)}", config, sparse=True)
+    return draft_params(fill, draft_names(config), layer, config.decoder.hidden_size)

@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers, latent attention and all, with GLM's sizes and defaults.
 
-The draft layer that ``num_nextn_predict_layers`` counts stands behind ``num_hidden_layers`` and is left alone.
+The draft layer that ``num_nextn_predict_layers`` counts stands behind ``num_hidden_layers``, as in DeepSeek-V3.
 
 Source: the published config.json of GLM-4.7-Flash; transformers' Glm4MoeLite.
 """
@@ -15,6 +15,9 @@ from .deepseek_v2 import build_params as build_params
 from .deepseek_v2 import init_state as init_state
 from .deepseek_v2 import latent_rope, make_config
 from .deepseek_v2 import make_layers as make_layers
+from .deepseek_v3 import DRAFT_KIND as DRAFT_KIND
+from .deepseek_v3 import build_drafts as build_drafts
+from .deepseek_v3 import draft_names as draft_names
 from .mla import latent_config
 from .routers import BIAS, read_sigmoid_router
 from .settings import Raw, read_bool, read_int, read_layers, require, with_defaults

@@ -146,9 +146,12 @@ def attention_mixer(
         A tensor like x.
     """
     projected_BTN = kernels.linear(x_BTD, params.w_in_ND, params.bias_N)
-    if kernels.attend_step is not None and x_BTD.shape[1] == 1 and not config.rotates_first:
+    attend_step = kernels.attend_few_step if placement.kept_B is not None else kernels.attend_step
+    if x_BTD.shape[1] > 1 and placement.kept_B is None:
+        attend_step = None
+    if attend_step is not None and not config.rotates_first:
         options = {"heads": config.heads, "eps": config.eps, "window": config.window}
-        out_BTN = kernels.attend_step(projected_BTN, params.norm_HC, cache, placement, **options)
+        out_BTN = attend_step(projected_BTN, params.norm_HC, cache, placement, **options)
     else:
         out_BTN = _attend_projected(projected_BTN, params.norm_HC, cache, placement, config, kernels)
     return kernels.linear(out_BTN, params.w_out_DN, params.bias_out_D)
@@ -173,14 +176,17 @@ def _attend_projected(
         qk_BTHC = rms_norm(qk_BTHC, norm_HC, eps=config.eps)
     q_BTHC, k_BTJC = qk_BTHC.split_with_sizes([config.heads, config.kv_heads], 2)
     append_kv_(cache, k_BTJC, v_BTN.view(*step, config.kv_heads, config.head_size), placement.positions_BT)
-    if placement.mask_BTM is None:  # one token, of a kind that attend_step does not do
-        assert kernels.attend_lengths is not None and config.window is None
-        out_BTHC = kernels.attend_lengths(q_BTHC, *cache, placement.lengths_B, scale=config.head_size**-0.5)
+    if placement.mask_BTM is None:  # a kind that attend_step does not do
+        attend = kernels.attend_lengths if placement.kept_B is None else kernels.attend_few_lengths
+        assert attend is not None and config.window is None
+        out_BTHC = attend(q_BTHC, *cache, placement.lengths_B, scale=config.head_size**-0.5)
     else:
         mask_BTM = placement.mask_BTM if config.window is None else placement.window_mask_BTM
         assert mask_BTM is not None
         visible = mask_BTM.shape[-1]
         attend = kernels.attend_decode if step[1] == 1 else kernels.attend_prefill
+        if placement.kept_B is not None:
+            attend = kernels.attend_few
         out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], mask_BTM)
     out_BTN: Tensor = out_BTHC.flatten(-2)
     return out_BTN * gate_BTN.sigmoid() if config.gated else out_BTN

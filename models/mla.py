@@ -5,6 +5,7 @@ latent, R channels of the key-value latent (in a cache, the rotated key behind t
 V value channels of a head. Source: arXiv:2405.04434, section 2.1 and appendix C.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,7 +139,8 @@ def latent_mixer(
 ) -> Tensor:
     """Project to latents, rotate, remember, attend, project back.
 
-    Several tokens expand the visible latents to keys and values; one token attends to the latents themselves.
+    Several tokens expand the visible latents to keys and values; one token, or a few to verify, attend to the latents
+    themselves.
 
     Returns:
         A tensor like x.
@@ -159,7 +161,8 @@ def latent_mixer(
     if placement.mask_BTM is not None:
         visible_BMR, limit = visible_BMR[:, : placement.mask_BTM.shape[-1]], placement.mask_BTM
     assert limit is not None
-    attend = attend_absorbed if x_BTD.shape[1] == 1 else attend_expanded
+    absorbed = x_BTD.shape[1] == 1 or placement.kept_B is not None
+    attend = attend_absorbed if absorbed else attend_expanded
     out_BTHV = attend(plain_BTHC, rotary_BTHC, visible_BMR, limit, params.w_kv_HCR, config=config, kernels=kernels)
     return kernels.linear(out_BTHV.flatten(-2), params.w_out_DN)
 
@@ -215,8 +218,9 @@ def attend_absorbed(
 
     ``q (W_k c) = (q W_k) c`` and ``sum_m p_m W_v c_m = W_v sum_m p_m c_m``, so keys and values are never made.
 
-    Arguments are those of ``attend_expanded``; of the kernels, ``attend_decode`` is called. Where ``limit`` is not
-    the mask but lengths [B], the latents are the whole cache, and ``attend_lengths`` is called.
+    Arguments are those of ``attend_expanded``; of the kernels, ``attend_decode`` is called, and ``attend_few`` for a
+    few tokens. Where ``limit`` is not the mask but lengths [B], the latents are the whole cache, and ``attend_lengths``
+    or ``attend_few_lengths`` is called.
 
     Returns:
         [B, T, H, V].
@@ -224,7 +228,12 @@ def attend_absorbed(
     w_k_HCR, w_v_HVR = w_kv_HCR.split([config.plain_size, config.value_size], 1)
     q_BTHR = torch.cat((torch.einsum("bthc,hcr->bthr", plain_BTHC, w_k_HCR), rotary_BTHC), -1)
     k_B1MR = latent_BMR[:, None]
-    attend = kernels.attend_decode if limit.dim() == 3 else kernels.attend_lengths
+    few = plain_BTHC.shape[1] > 1
+    attend: Callable[..., Tensor] | None
+    if limit.dim() == 3:
+        attend = kernels.attend_few if few else kernels.attend_decode
+    else:
+        attend = kernels.attend_few_lengths if few else kernels.attend_lengths
     assert attend is not None
     out_BTHR = attend(q_BTHR, k_B1MR, k_B1MR[..., : config.latent_size], limit, scale=config.scale)
     return torch.einsum("bthr,hvr->bthv", out_BTHR, w_v_HVR)

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fmoe.functional.attention import Placement
-from fmoe.functional.cache import Cache, DeltaCache
+from fmoe.functional.cache import Cache, DeltaCache, PendingDelta
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.moe import SharedExperts, SharedPlan, plan_shared_experts
@@ -31,6 +31,7 @@ from .decoder import (
     residual_layer,
 )
 from .gqa import AttentionConfig, AttentionParams, attention_cache, attention_config, attention_mixer, attention_params
+from .mtp import DraftNames, DraftParams, draft_params
 from .settings import (
     MOST_EXPERTS,
     MOST_SHARED,
@@ -53,6 +54,7 @@ MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
 ARCHITECTURES: tuple[str, ...] = ("Qwen3NextForCausalLM",)
 NAMES = ExpertNames(shared_gate="shared_expert_gate.weight")
 LINEAR, FULL = "linear_attention", "full_attention"
+DRAFT_KIND = FULL
 MOST_TAPS = 1024
 
 
@@ -117,27 +119,43 @@ def _layer_kinds(raw: Raw) -> tuple[str, ...]:
 
 def build_params(fill: Fill, config: Config) -> Params:
     """Describe every parameter of the model and the checkpoint tensors that fill it."""
-    hidden = config.decoder.hidden_size
-    layers = []
-    for i, (kind, sparse) in enumerate(zip(config.decoder.layer_kinds, config.sparse_layers, strict=True)):
-        prefix = f"model.layers.{i}"
-        mixer: DeltaParams | AttentionParams
-        if kind == LINEAR:
-            mixer = _delta_params(fill, f"{prefix}.linear_attn", config.delta, hidden)
-        else:
-            mixer = attention_params(fill, f"{prefix}.self_attn", config.attention, hidden, norm="centred")
-        layers.append(
-            LayerParams(
-                zero_centred_norm(fill, f"{prefix}.input_layernorm.weight", hidden),
-                mixer,
-                zero_centred_norm(fill, f"{prefix}.post_attention_layernorm.weight", hidden),
-                moe_params(fill, f"{prefix}.mlp", config.router, config.shared, config.expert_size, hidden, NAMES)
-                if sparse
-                else gate_and_up(fill, f"{prefix}.mlp", config.intermediate_size, hidden),
-            )
-        )
-    norm_D = zero_centred_norm(fill, "model.norm.weight", hidden)
-    return frame_params(fill, config.decoder, tuple(layers), norm_D)
+    layers = tuple(
+        layer_params(fill, f"model.layers.{i}", config, kind=kind, sparse=sparse)
+        for i, (kind, sparse) in enumerate(zip(config.decoder.layer_kinds, config.sparse_layers, strict=True))
+    )
+    norm_D = zero_centred_norm(fill, "model.norm.weight", config.decoder.hidden_size)
+    return frame_params(fill, config.decoder, layers, norm_D)
+
+
+def layer_params(fill: Fill, prefix: str, config: Config, /, *, kind: str, sparse: bool) -> LayerParams:
+    """Describe one layer, such as ``model.layers.0``."""
+    hidden, mlp = config.decoder.hidden_size, f"{prefix}.mlp"
+    mixer: DeltaParams | AttentionParams
+    if kind == LINEAR:
+        mixer = _delta_params(fill, f"{prefix}.linear_attn", config.delta, hidden)
+    else:
+        mixer = attention_params(fill, f"{prefix}.self_attn", config.attention, hidden, norm="centred")
+    return LayerParams(
+        zero_centred_norm(fill, f"{prefix}.input_layernorm.weight", hidden),
+        mixer,
+        zero_centred_norm(fill, f"{prefix}.post_attention_layernorm.weight", hidden),
+        moe_params(fill, mlp, config.router, config.shared, config.expert_size, hidden, NAMES)
+        if sparse
+        else gate_and_up(fill, mlp, config.intermediate_size, hidden),
+    )
+
+
+def draft_names(config: Config, /) -> DraftNames:
+    """Name the draft's tensors, the layer's aside."""
+    ends = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    return DraftNames(*(f"mtp.{end}.weight" for end in ends))
+
+
+def build_drafts(fill: Fill, config: Config) -> DraftParams:
+    """Describe the draft layer, which is one of full attention, and what stands around it."""
+    sparse = any(config.sparse_layers)
+    layer = layer_params(fill, "mtp.layers.0", config, kind=DRAFT_KIND, sparse=sparse)
+    return draft_params(fill, draft_names(config), layer, config.decoder.hidden_size, norm=zero_centred_norm)
 
 
 def _delta_params(fill: Fill, prefix: str, config: DeltaConfig, hidden: int) -> DeltaParams:
@@ -171,7 +189,7 @@ def _delta_params(fill: Fill, prefix: str, config: DeltaConfig, hidden: int) -> 
 def delta_mixer(
     x_BTD: Tensor,
     params: DeltaParams,
-    cache: DeltaCache,
+    cache: DeltaCache | PendingDelta,
     placement: Placement,
     /,
     *,
@@ -183,8 +201,12 @@ def delta_mixer(
     Returns:
         A tensor like x.
     """
-    mix = kernels.delta_decode if x_BTD.shape[1] == 1 else kernels.delta_prefill
-    mixed_BTN = mix(kernels.linear(x_BTD, params.w_in_ND), cache, params, config)
+    projected_BTN = kernels.linear(x_BTD, params.w_in_ND)
+    if placement.kept_B is not None:
+        mixed_BTN = kernels.delta_verify(projected_BTN, cache, params, config, placement.kept_B)
+    else:
+        mix = kernels.delta_decode if x_BTD.shape[1] == 1 else kernels.delta_prefill
+        mixed_BTN = mix(projected_BTN, cache, params, config)
     return kernels.linear(mixed_BTN, params.w_out_DN)
 
 

@@ -2,17 +2,23 @@
 
 from .attention import Placement as Placement
 from .attention import attend as attend
+from .attention import attend_rows as attend_rows
 from .attention import place_tokens as place_tokens
 from .cache import Cache as Cache
 from .cache import DeltaCache as DeltaCache
 from .cache import KVCache as KVCache
 from .cache import LatentCache as LatentCache
+from .cache import PendingDelta as PendingDelta
 from .cache import append_kv_ as append_kv_
 from .cache import append_latent_ as append_latent_
 from .cache import copy_row_ as copy_row_
 from .cache import select_row as select_row
 from .cache import select_slots as select_slots
 from .cache import write_delta_ as write_delta_
+from .delta_drafts import delta_verify as delta_verify
+from .delta_drafts import pend_delta as pend_delta
+from .delta_drafts import select_pending as select_pending
+from .delta_drafts import settle_delta_ as settle_delta_
 from .deltanet import DeltaConfig as DeltaConfig
 from .deltanet import DeltaParams as DeltaParams
 from .deltanet import causal_conv as causal_conv
@@ -80,3 +86,8 @@ from .sampling import sample as sample
 from .sampling import sample_greedy as sample_greedy
 from .sampling import sampling_params as sampling_params
 from .sampling import token_logprobs as token_logprobs
+from .speculate import count_kept as count_kept
+from .speculate import mark_drafts as mark_drafts
+from .speculate import number_tokens as number_tokens
+from .speculate import repeat_sampling as repeat_sampling
+from .speculate import take_last as take_last

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from .rotary import rotary_tables
@@ -22,6 +23,7 @@ class Placement(NamedTuple):
     mask_BTM: Tensor | None  # bool, True where the token may look; its width is the number of visible slots
     window_mask_BTM: Tensor | None = None  # the same within the sliding window, where the model has one
     lengths_B: Tensor | None = None  # int64, slots that the last token may look at; where there is no mask
+    kept_B: Tensor | None = None  # int64, tokens of the step before that stay; where drafts are verified
 
 
 def place_tokens(
@@ -96,3 +98,17 @@ def attend(
         enable_gqa=q_BTHC.shape[2] != k_BJMC.shape[1],
     )
     return out_BHTC.transpose(1, 2)
+
+
+def attend_rows(
+    q_BTHC: Tensor, k_BJMC: Tensor, v_BJMC: Tensor, mask_BTM: Tensor, /, *, scale: float | None = None
+) -> Tensor:
+    """``attend`` for a few tokens: tokens and heads that share a kv head become rows of one product.
+
+    Keys and values are read once, and never repeated for their query heads.
+    """
+    kv_heads = k_BJMC.shape[1]
+    q_BJNC = rearrange(q_BTHC, "b t (j g) c -> b j (t g) c", j=kv_heads)
+    mask_B1NM = mask_BTM.repeat_interleave(q_BTHC.shape[2] // kv_heads, 1)[:, None]
+    out_BJNC = F.scaled_dot_product_attention(q_BJNC, k_BJMC, v_BJMC, attn_mask=mask_B1NM, scale=scale)
+    return rearrange(out_BJNC, "b j (t g) c -> b t (j g) c", t=q_BTHC.shape[1])

@@ -2,7 +2,7 @@
 
 PyTorch cannot donate an input, so a new cache per step would be copied whole; hence in place, and returned.
 Letters: B sequences, T tokens, J kv heads, M cache slots, C head channels, W convolution taps, N mixed channels,
-H value heads, K key channels, V value channels of one head, R latent and rotary channels.
+H value heads, G key heads, K key channels, V value channels of one head, R latent and rotary channels.
 """
 
 from typing import NamedTuple
@@ -25,13 +25,24 @@ class DeltaCache(NamedTuple):
     state_BHKV: Tensor  # float32, whatever the model's dtype, unless bfloat16 was asked for
 
 
+class PendingDelta(NamedTuple):
+    """A DeltaCache and the last step's T tokens, of which only the first ones may stay: they are not in it yet."""
+
+    window_BWN: Tensor  # as in DeltaCache, before those tokens
+    state_BHKV: Tensor  # likewise
+    inputs_BTN: Tensor  # of the convolution, model dtype
+    k_BTGK: Tensor  # float32, normalised keys
+    written_BTHV: Tensor  # float32, what each token adds to the state beside its key
+    g_BTH: Tensor  # float32, log decays
+
+
 class LatentCache(NamedTuple):
     """What multi-head latent attention keeps: the normed latent, then the one rotated key that all heads share."""
 
     latent_BMR: Tensor
 
 
-Cache = KVCache | DeltaCache | LatentCache
+Cache = KVCache | DeltaCache | PendingDelta | LatentCache
 
 
 def append_kv_(cache: KVCache, k_BTJC: Tensor, v_BTJC: Tensor, positions_BT: Tensor, /) -> KVCache:

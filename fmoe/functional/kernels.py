@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .attention import attend
+from .attention import attend, attend_rows
+from .delta_drafts import delta_verify
 from .deltanet import delta_mix
 from .experts import compute_experts_grouped
 from .norm import add_rms_norm
@@ -24,6 +25,10 @@ class Kernels:
         cache; it reads positions and no mask. None composes norm, rotation, ``append_kv_`` and ``attend_decode``.
     attend_lengths: ``attend_decode`` with lengths [B] in place of a mask, over the whole cache; latent attention of
         one token takes it where the placement has lengths.
+    delta_verify: ``delta_decode`` for the newest token and its drafts, over a cache that keeps the last step's apart.
+    attend_few, attend_few_step, attend_few_lengths: ``attend_decode``, ``attend_step`` and ``attend_lengths`` for the
+        newest token and its drafts, T tokens of each sequence; the lengths are those of the last of them, token t looks
+        at T - 1 - t slots fewer. The last two are None where there are none, and then a mask is made.
     choose_tokens: each row's most probable token from the normed hidden states, ``(x [B, D], head [V, D]) -> (tokens
         [B], best logits [B])``, the latter NaN or infinite where the row's logits are; None takes the logits.
     """
@@ -35,9 +40,13 @@ class Kernels:
     attend_decode: Callable[..., Tensor] = attend
     delta_prefill: Callable[..., Tensor] = delta_mix
     delta_decode: Callable[..., Tensor] = delta_mix
+    delta_verify: Callable[..., Tensor] = delta_verify
+    attend_few: Callable[..., Tensor] = attend_rows
     compute_moe: Callable[..., Tensor] | None = None
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
     attend_step: Callable[..., Tensor] | None = None
     attend_lengths: Callable[..., Tensor] | None = None
+    attend_few_step: Callable[..., Tensor] | None = None
+    attend_few_lengths: Callable[..., Tensor] | None = None
     choose_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
     linear: Callable[..., Tensor] = linear_reference  # (x [..., D], w [N, D] or Fp8, bias [N] or None) -> [..., N]

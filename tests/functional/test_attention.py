@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fmoe.functional.attention import Placement, attend, place_tokens
+from fmoe.functional.attention import Placement, attend, attend_rows, place_tokens
 
 B, T, M, H, J, C, V = 2, 5, 11, 6, 3, 8, 10
 MODES = ["eager", "aot_eager", "inductor"]
@@ -178,3 +178,18 @@ def test_attention_over_a_prefilled_cache_equals_a_loop_over_positions(window, r
     for b, t in ((b, t) for b in range(B) for t in range(T)):
         mask[b, t, visible_slots(int(lengths[b]) + t, M, window)] = True
     torch.testing.assert_close(out.double(), attend_by_loop(q, k, v, mask, C**-0.5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize(("tokens", "kv_heads"), [(1, J), (2, J), (T, 1), (3, H)])
+def test_attend_rows_is_attend(tokens, kv_heads, mode, rng):
+    """The same numbers in other rows; ``attend`` itself is held to loops above."""
+    q = torch.randn(B, tokens, H, C, generator=rng)
+    k, v = torch.randn(B, kv_heads, M, C, generator=rng), torch.randn(B, kv_heads, M, V, generator=rng)
+    mask = torch.rand(B, tokens, M, generator=rng) < 0.5
+    mask[..., 2] = True
+
+    found = in_mode(attend_rows, mode)(q, k, v, mask, scale=0.4)
+
+    assert found.shape == (B, tokens, H, V)
+    torch.testing.assert_close(found, attend(q, k, v, mask, scale=0.4), rtol=1e-5, atol=1e-6)

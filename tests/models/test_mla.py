@@ -139,7 +139,7 @@ def test_both_forms_agree_and_call_their_kernel(rng):
 
         return attend
 
-    kernels = Kernels(attend_prefill=kernel("prefill"), attend_decode=kernel("decode"))
+    kernels = Kernels(**{f"attend_{name}": kernel(name) for name in ("prefill", "decode", "few")})
     arguments = (
         torch.randn(B, T, H, NOPE, generator=rng),
         torch.randn(B, T, H, ROPE, generator=rng),
@@ -152,7 +152,9 @@ def test_both_forms_agree_and_call_their_kernel(rng):
     absorbed = attend_absorbed(*arguments, config=config, kernels=kernels)
     assert expanded.shape == (B, T, H, V)
     torch.testing.assert_close(absorbed, expanded)
-    assert called == [("prefill", H, 0.4), ("decode", 1, 0.4)]
+    one = (*(part[:, :1] for part in arguments[:2]), arguments[2], arguments[3][:, :1], arguments[4])
+    torch.testing.assert_close(attend_absorbed(*one, config=config, kernels=kernels), expanded[:, :1])
+    assert called == [("prefill", H, 0.4), ("few", 1, 0.4), ("decode", 1, 0.4)]
 
 
 def yarn(factor, **keys):
