@@ -15,6 +15,7 @@ from .checkpoint import read_config
 from .cli_bench import bench_command
 from .cli_machine import doctor_command, tune_command
 from .cli_options import choosing, command, loading, quiet_progress, running, sampling, split_options, switches
+from .cli_warm import warm_command
 from .completion import StreamedToken
 from .conversation import Conversation
 from .generation import BATCH_SIZE, generate, stream_tokens
@@ -261,3 +262,4 @@ def info_command(path: str, as_json: bool, quiet: bool, **options: Any) -> None:
 main.add_command(tune_command)
 main.add_command(bench_command)
 main.add_command(doctor_command)
+main.add_command(warm_command)

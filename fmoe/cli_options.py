@@ -89,6 +89,13 @@ choosing = options(
     kernels_option,
     weights_option,
     click.option(
+        "--state-dtype",
+        type=click.Choice(["auto", "float32", "bfloat16"]),
+        default="auto",
+        show_default=True,
+        help="Of recurrent states: auto is float32; bfloat16 halves them, at an error.",
+    ),
+    click.option(
         "--tune",
         type=click.Choice(get_args(Tune)),
         default="cached",
@@ -120,7 +127,7 @@ sampling = options(
 
 
 # What load takes, by the names that the options have.
-LOADING = ("device", "dtype", "shared_experts", "compile", "kernels", "weights", "tune")
+LOADING = ("device", "dtype", "state_dtype", "shared_experts", "compile", "kernels", "weights", "tune")
 
 
 def split_options(options: Mapping[str, Any], /) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -35,6 +35,7 @@ from .architectures import (
 from .capture import Shelf
 from .checkpoint import open_checkpoint, stored_dtype
 from .fingerprint import WeightsHash
+from .graph_files import GraphFile, find_graph_file
 from .loading import check_params, load_params, make_meta_params
 from .options import Defaults, read_defaults
 from .placing import resolve_device, resolve_dtype, resolve_state_dtype, why_not_fp8
@@ -53,9 +54,16 @@ CPU_COMPILE_TOKENS = 30_000
 PROCESS = os.getpid()  # where this module was imported; another one was forked
 
 
-def _announce_graphs() -> Callable[[], None]:
-    """Make a function that says once, whatever the number of calls, that graphs are compiled now."""
-    return cache(partial(LOG.info, "compiling graphs (once per process; a minute or more)"))
+def _announce_graphs(graph_file: Callable[[], GraphFile] | None = None, /) -> Callable[[], None]:
+    """Make a function that takes graphs from a file or says that they are compiled; further calls do nothing."""
+
+    def announce() -> None:
+        if graph_file is not None and (found := graph_file()).load():
+            LOG.info("compiled graphs come from %s", found.file)
+        else:
+            LOG.info("compiling graphs (once per process; a minute or more)")
+
+    return cache(announce)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -230,7 +238,11 @@ def load(
             progress=progress,
         )
     eager, graphs = _make_steps(architecture, config, resolved_device, resolved_dtype, plans, decision)
+    graph_file = partial(
+        find_graph_file, architecture, config, resolved_dtype, resolved_device, str(decision.requested)
+    )
     return Model(
+        announce_graphs=_announce_graphs(graph_file),
         folder=folder,
         architecture=architecture,
         config=config,
