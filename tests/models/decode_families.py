@@ -10,6 +10,7 @@ COMMON = {
     "rope_theta": 1e4, "torch_dtype": "float32", "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN = {"head_dim": 12, "num_experts": 5, "moe_intermediate_size": 24}
+ROUTED = {"n_routed_experts": 5, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 FAMILIES = {
     "qwen3_next": QWEN | {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
@@ -25,6 +26,12 @@ FAMILIES = {
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "topk_method": "greedy", "scoring_func": "softmax",
         "norm_topk_prob": False,
     },
+    "glm4_moe": ROUTED | {"head_dim": 12, "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": ROUTED | {
+        "num_key_value_heads": 6, "q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+    },
+    "dots1": ROUTED | {"head_dim": 10, "sliding_window": 4, "max_window_layers": 1, "n_shared_experts": 2},
     "granitemoeshared": {
         "head_dim": 10, "num_local_experts": 5, "shared_intermediate_size": 80, "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0, "tie_word_embeddings": True,

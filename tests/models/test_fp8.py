@@ -8,7 +8,14 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import DeepseekV3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    DeepseekV3Config,
+    Dots1Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 import fmoe
 from fmoe.architectures import compute_logits, ignored_tensors
@@ -44,13 +51,7 @@ NEXT = {
     "linear_value_head_dim": 64,
     "shared_expert_intermediate_size": 72,
 }
-LATENT = {
-    "num_key_value_heads": 2,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 40,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
+ROUTED = {
     "n_routed_experts": 6,
     "n_shared_experts": 1,
     "n_group": 3,
@@ -58,10 +59,22 @@ LATENT = {
     "first_k_dense_replace": 1,
     "rms_norm_eps": 1e-2,
 }
+LATENT = ROUTED | {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+V3 = {key: BASE[key] for key in BASE if key != "num_experts"} | ROUTED
 MODELS = {
     "qwen3_next": Qwen3NextConfig(**BASE | NEXT),
     "qwen3_moe": Qwen3MoeConfig(**BASE | {"head_dim": 128, "norm_topk_prob": True}),
-    "deepseek_v3": DeepseekV3Config(**{key: BASE[key] for key in BASE if key != "num_experts"} | LATENT),
+    "deepseek_v3": DeepseekV3Config(**V3 | LATENT),
+    "glm4_moe": Glm4MoeConfig(**V3 | {"head_dim": 128, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_lite": Glm4MoeLiteConfig(**V3 | LATENT),
+    "dots1": Dots1Config(**V3 | {"head_dim": 128, "n_shared_experts": 2, "moe_intermediate_size": 128}),
 }
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
