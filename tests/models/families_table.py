@@ -9,9 +9,11 @@ import math
 import subprocess
 import sys
 import tempfile
+from inspect import signature
 from pathlib import Path
 from xml.etree import ElementTree
 
+import fmoe
 from fmoe.architectures import KNOWN, REFUSED
 from fmoe.info import describe
 
@@ -67,8 +69,8 @@ def describe_family(architecture, raw, folder):
         shared = "yes"
     else:
         shared = "no" if any(group.shared_width for group in groups) else "none shared"
-    drafts = "yes" if hasattr(architecture, "build_drafts") else "no"
-    return "yes", shared, drafts
+    drafts = hasattr(architecture, "build_drafts") and "speculate" in signature(fmoe.load).parameters
+    return "yes", shared, "yes" if drafts else "no"
 
 
 def make_rows(configs, figures, folder):
