@@ -158,12 +158,13 @@ def test_every_option_reaches_generate(loaded: fmoe.Model, monkeypatch: pytest.M
     flags = "--max-new-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --repetition-penalty 1.2 --seed 4"
     flags += " --stop x --stop yz --ignore-eos --logprobs 1 --batch-size 3 --json -q"
     flags += " --device cpu --dtype bfloat16 --shared-experts separate --compile off"
-    flags += " --kernels reference --tune off --weights random"
+    flags += " --kernels reference --tune off --weights random --state-dtype bfloat16"
     assert run("generate", "--model", "demo", "a", *flags.split()).exit_code == 0
     assert calls == [
         {
             "device": "cpu",
             "dtype": "bfloat16",
+            "state_dtype": "bfloat16",
             "shared_experts": "separate",
             "compile": False,
             "kernels": "reference",

@@ -51,7 +51,7 @@ def test_compiled_use_takes_the_file_first_and_once(monkeypatch, caplog):
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: given.append(content) or {})
     demo = fmoe.load("demo", device="cpu", compile=True)
     found = find(demo)
-    write_artefacts(found.file, dict(found.identity), {"torch": b"graphs"})
+    write_artefacts(found.file, dict(found.identity), {"torch/1": b"graphs"})
     with caplog.at_level(logging.INFO, logger="fmoe"):
         for _ in range(3):
             assert choose_steps(demo, 5) is demo.graphs
@@ -63,14 +63,14 @@ def test_plain_use_asks_for_no_file(monkeypatch):
     demo = fmoe.load("demo", device="cpu", compile=False)
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", pytest.fail)
     found = find(demo)
-    write_artefacts(found.file, dict(found.identity), {"torch": b"graphs"})
+    write_artefacts(found.file, dict(found.identity), {"torch/1": b"graphs"})
     assert choose_steps(demo, 10**9) is demo.eager
 
 
 def test_a_stale_file_is_warned_of_and_graphs_compile(monkeypatch, caplog):
     demo = replace(fmoe.load("demo", device="cpu", compile=True))
     found = find(demo)
-    write_artefacts(found.file, {**dict(found.identity), "versions": "torch 1.0"}, {"torch": b"graphs"})
+    write_artefacts(found.file, {**dict(found.identity), "versions": "torch 1.0"}, {"torch/1": b"graphs"})
     with caplog.at_level(logging.INFO, logger="fmoe"):
         choose_steps(demo, 5)
     assert "it was made with versions torch 1.0, this is torch" in caplog.messages[-2]

@@ -26,7 +26,8 @@ from .plan_tables import slug
 logger = logging.getLogger("fmoe")
 
 MAGIC = b"fmoe graphs 1\n"
-TORCH = "torch"
+TORCH = "torch/"  # what torch.compiler gave of one run, by the hash of its keys
+KEYS = "keys/"  # of the same hash: which graphs are in it
 TRITON = "triton/"  # entry/file
 GROUP = "__grp__"  # begins the name of a file in which Triton lists the others of an entry by their whole paths
 ENTRY = re.compile(r"triton/[A-Za-z0-9_=-]+/(?!\.)[A-Za-z0-9_.-]+")
@@ -51,7 +52,7 @@ def triton_folder(file: Path, /) -> Path:
 def write_artefacts(
     file: Path, identity: Mapping[str, str], parts: Parts, /, *, timeout_s: float = LOCK_TIMEOUT_S
 ) -> None:
-    """Write a file whole, and keep the kernels of one of the same identity that is there.
+    """Write a file whole, and keep of one of the same identity what the parts do not have.
 
     Args:
         file: from ``artefact_file``; its folder is made.
@@ -65,8 +66,7 @@ def write_artefacts(
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_name(file.name + ".lock"), timeout=timeout_s):
         before = _read(file, identity)
-        kept = {} if isinstance(before, str) else before
-        merged = {**{name: part for name, part in kept.items() if name.startswith(TRITON)}, **parts}
+        merged = {**({} if isinstance(before, str) else _list_others(before, parts)), **parts}
         digest = hashlib.sha256()
         for part in merged.values():
             digest.update(part)
@@ -107,13 +107,13 @@ def load_artefacts(file: Path, identity: Mapping[str, str], device: torch.device
     if not parts:
         return False
     try:
-        info = torch.compiler.load_cache_artifacts(parts[TORCH]) if TORCH in parts else None
+        infos = [torch.compiler.load_cache_artifacts(part) for name, part in parts.items() if name.startswith(TORCH)]
         for folder in _find_triton_folders(device):
             unpack_triton(parts, folder)
     except Exception as error:  # torch says nowhere what it raises on artefacts that it cannot read
         logger.warning("ignored the compiled graphs in %s (%s: %s); %s", file, type(error).__name__, error, AGAIN)
         return False
-    if TORCH in parts and info is None:
+    if None in infos:
         logger.warning("ignored the compiled graphs in %s, which torch cannot read; %s", file, AGAIN)
         return False
     return True
@@ -136,10 +136,12 @@ def save_artefacts(file: Path, identity: Mapping[str, str], /) -> tuple[int, int
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES and TORCHINDUCTOR_FX_GRAPH_CACHE"
         )
     content, info = saved
+    graphs = info.artifacts.get("inductor", [])
+    keys = "\n".join(sorted(graphs)).encode()
+    digest = hashlib.sha256(keys).hexdigest()[:16]
     kernels = pack_triton(triton_folder(file))
-    write_artefacts(file, identity, {TORCH: content, **kernels})
-    entries = {name.split("/")[1] for name in kernels}
-    return len(info.artifacts.get("inductor", ())), len(entries)
+    write_artefacts(file, identity, {TORCH + digest: content, KEYS + digest: keys, **kernels})
+    return len(graphs), len({name.split("/")[1] for name in kernels})
 
 
 @contextlib.contextmanager
@@ -179,6 +181,19 @@ def unpack_triton(parts: Parts, folder: Path, /) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as written:
             written.write_bytes(_move_group(part, path.parent) if path.name.startswith(GROUP) else part)
+
+
+def _list_others(before: Parts, parts: Parts) -> Parts:
+    """Give what is to be kept of earlier parts: kernels, and graphs of which some are not in the new ones."""
+    new = {key for name, keys in parts.items() if name.startswith(KEYS) for key in keys.split(b"\n")}
+    known = {
+        name.removeprefix(KEYS)
+        for name, keys in before.items()
+        if name.startswith(KEYS) and new.issuperset(keys.split(b"\n"))
+    }
+    return {
+        name: part for name, part in before.items() if name.startswith(TRITON) or name.partition("/")[2] not in known
+    }
 
 
 def _move_group(content: bytes, folder: Path) -> bytes:

@@ -26,7 +26,7 @@ from fmoe.compile.artefacts import (
 from fmoe.compile.plan import Device
 
 IDENTITY = {"device": "A GPU (sm_90)", "versions": "torch 2.13, triton 3.6", "python": "3.11.2"}
-PARTS = {"torch": b"\x00graphs\n", "triton/ABC/moe.cubin": b"\x7fELF"}
+PARTS = {"torch/1": b"\x00graphs\n", "keys/1": b"a\nb", "triton/ABC/moe.cubin": b"\x7fELF"}
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 1)
 
@@ -133,19 +133,23 @@ def test_what_torch_cannot_read_is_ignored_with_a_warning(file, caplog, monkeypa
 
 def test_torch_gets_its_part(file, loaded):
     assert load_artefacts(file, IDENTITY, CPU)
-    assert loaded == [PARTS["torch"]]
+    assert loaded == [PARTS["torch/1"]]
 
 
-def test_writing_keeps_kernels_of_the_same_identity(file):
-    write_artefacts(file, IDENTITY, {"torch": b"new", "triton/DEF/route.cubin": b"2"})
-    assert read_artefacts(file, IDENTITY) == {
-        "torch": b"new",
-        "triton/ABC/moe.cubin": b"\x7fELF",
-        "triton/DEF/route.cubin": b"2",
-    }
+def test_writing_keeps_what_is_not_written_anew(file, loaded):
+    more = {"torch/2": b"new", "keys/2": b"b\nc", "triton/DEF/route.cubin": b"2"}
+    write_artefacts(file, IDENTITY, more)
+    assert read_artefacts(file, IDENTITY) == {**PARTS, **more}
+    assert load_artefacts(file, IDENTITY, CPU)
+    assert sorted(loaded) == [b"\x00graphs\n", b"new"]
+    # graphs that are all in a later part are dropped with it
+    write_artefacts(file, IDENTITY, {"torch/3": b"both", "keys/3": b"a\nb\nd"})
+    assert sorted(read_artefacts(file, IDENTITY)) == sorted(
+        ["torch/2", "keys/2", "torch/3", "keys/3", "triton/ABC/moe.cubin", "triton/DEF/route.cubin"]
+    )
     newer = {**IDENTITY, "python": "3.12.0"}
-    write_artefacts(file, newer, {"torch": b"newest"})
-    assert read_artefacts(file, newer) == {"torch": b"newest"}
+    write_artefacts(file, newer, {"torch/4": b"newest"})
+    assert read_artefacts(file, newer) == {"torch/4": b"newest"}
 
 
 def test_a_writer_waits_for_another(file):
