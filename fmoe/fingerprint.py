@@ -1,7 +1,7 @@
 """What tells one loaded model from another: its frame, its dtype, and a sample of its weights."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,10 +51,9 @@ def hash_weights(params: Params, /) -> str:
 
 
 def hash_frame(config: FamilyConfig, /) -> str:
-    """Hash what all families have of a config, draft layers aside: they change nothing of what is remembered."""
-    frame = config.decoder
-    parts = (frame.hidden_size, frame.vocab_size, frame.layer_kinds, frame.eps, frame.rope, frame.window)
-    return hashlib.sha256(repr((type(config).__module__, *parts)).encode()).hexdigest()[:16]
+    """Hash what all families have of a config, but for what changes nothing of what is remembered."""
+    frame = replace(config.decoder, max_context=0, draft_layers=0)
+    return hashlib.sha256(repr((type(config).__module__, frame)).encode()).hexdigest()[:16]
 
 
 def _sample(tensor: Tensor) -> Tensor:
