@@ -13,12 +13,20 @@ from fmoe.models.settings import (
     read_int,
     read_ints,
     read_layers,
+    read_partial_rope,
     read_rope,
     read_shared_size,
     read_sparse_layers,
     read_top_k,
     require,
+    with_defaults,
 )
+
+
+def test_with_defaults():
+    raw = {"a": 0, "b": None, "c": "x", "d": False}
+    assert with_defaults(raw, {"a": 1, "b": 2, "d": True, "e": 3}) == {"a": 0, "b": 2, "c": "x", "d": False, "e": 3}
+    assert raw["b"] is None
 
 
 def test_read_int():
@@ -189,6 +197,31 @@ def test_yarn(raw):
     expected = RopeConfig(16, 1e4, 8.0, 4096, 16.0, 2.0, False, found.attention_factor)
     assert found == expected
     assert found.attention_factor == pytest.approx(0.1 * math.log(8) + 1)
+
+
+@pytest.mark.parametrize(
+    ("raw", "size"),
+    [
+        ({}, 10),
+        ({"partial_rotary_factor": None}, 10),
+        ({"partial_rotary_factor": 0.75}, 30),
+        ({"partial_rotary_factor": 0.75, "rope_parameters": {"partial_rotary_factor": 0.5}}, 20),
+        ({"partial_rotary_factor": 1, "rope_scaling": {"partial_rotary_factor": None}}, 40),
+        ({"partial_rotary_factor": 0.16}, 6),
+    ],
+    ids=str,
+)
+def test_partial_rope(raw, size):
+    """A part of 40 channels, rounded down; rope parameters of their own come first."""
+    assert read_partial_rope(raw, 40, part=0.25, theta=500.0) == RopeConfig(size, 500.0)
+
+
+def test_parts_that_cannot_be():
+    for value in (0, 1.5, -1):
+        with pytest.raises(ValueError, match=rf"partial_rotary_factor must be in 1e-30..1, got {value}"):
+            read_partial_rope({"partial_rotary_factor": value}, 40, part=0.25, theta=500.0)
+    with pytest.raises(ValueError, match=r"rotary_size=3 must be even and at least 2; check head_dim and partial_rot"):
+        read_partial_rope({"partial_rotary_factor": 0.3}, 10, part=0.25, theta=500.0)
 
 
 def test_yarn_defaults():
