@@ -4,6 +4,7 @@ Letters: B sequences, T tokens, D hidden, H query heads, J kv heads, C head chan
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,9 @@ class AttentionConfig:
     gated: bool = False  # sigmoid of a second half of q_proj multiplies the output
     window: int | None = None  # tokens that one sees, itself included; None is all before it
     rotates_first: bool = False  # q and k are normed after the rotation
+    norms_whole: bool = False  # all q channels are normed as one vector, all k channels as another
+    clip: float | None = None  # beyond which no value of q, k or v goes, behind those norms
+    interleaved: bool = False  # the checkpoint's q and k rotate channel pairs (2j, 2j + 1), not (j, j + C/2)
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -93,20 +97,22 @@ def attention_params(
     """
     size = config.head_size
     queries, keys = config.heads * size, config.kv_heads * size
+    part_pairs = partial(_part_pairs, size) if config.interleaved else None
     if config.gated:
         source = f"{prefix}.q_proj.weight"
         q_rows = [Piece(source, (2 * queries, hidden), take=lambda w: _half_of_each_head(w, size, 0), shares=True)]
         gate_rows = [Piece(source, (2 * queries, hidden), take=lambda w: _half_of_each_head(w, size, 1), shares=True)]
         counts = [queries, keys, keys, queries]
     else:
-        q_rows, gate_rows = [Piece(f"{prefix}.q_proj.weight", (queries, hidden))], []
+        q_rows, gate_rows = [Piece(f"{prefix}.q_proj.weight", (queries, hidden), take=part_pairs)], []
         counts = [queries, keys, keys]
-    kv_rows = [Piece(f"{prefix}.{name}_proj.weight", (keys, hidden)) for name in ("k", "v")]
-    w_in_ND = matrix_rows(fill, [*q_rows, *kv_rows, *gate_rows], hidden, counts=counts)
+    k_rows = Piece(f"{prefix}.k_proj.weight", (keys, hidden), take=part_pairs)
+    v_rows = Piece(f"{prefix}.v_proj.weight", (keys, hidden))
+    w_in_ND = matrix_rows(fill, [*q_rows, k_rows, v_rows, *gate_rows], hidden, counts=counts)
     bias_N = bias_out_D = None
     if biased:
-        sizes = {"q": queries, "k": keys, "v": keys}
-        bias_N = rows(fill, [Piece(f"{prefix}.{name}_proj.bias", (n,)) for name, n in sizes.items()])
+        parts = (("q", queries, part_pairs), ("k", keys, part_pairs), ("v", keys, None))
+        bias_N = rows(fill, [Piece(f"{prefix}.{name}_proj.bias", (n,), take=take) for name, n, take in parts])
     if "o" in biased:
         bias_out_D = plain(fill, f"{prefix}.o_proj.bias", (hidden,))
     norm_HC = None if norm is None else _head_norms(fill, prefix, norm_names, config, centred=norm == "centred")
@@ -118,14 +124,21 @@ def _half_of_each_head(w_ND: Tensor, size: int, half: int) -> Tensor:
     return rearrange(w_ND, "(h two c) d -> two (h c) d", two=2, c=size)[half]
 
 
+def _part_pairs(size: int, w_ND: Tensor) -> Tensor:
+    """Bring channels (2j, 2j + 1) of each head to (j, j + C/2); scores are the same if q and k both are."""
+    return rearrange(w_ND, "(h c two) ... -> (h two c) ...", two=2, c=size // 2)
+
+
 def _head_norms(fill: Fill, prefix: str, names: tuple[str, str], config: AttentionConfig, *, centred: bool) -> Tensor:
     def spread(count: int, w: Tensor) -> Tensor:
-        return (w.float() + 1.0 if centred else w).expand(count, -1)
+        w = w.float() + 1.0 if centred else w
+        return w.unflatten(0, (count, -1)) if config.norms_whole else w.expand(count, -1)
 
     heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
+    q_size, k_size = (heads * size, kv_heads * size) if config.norms_whole else (size, size)
     pieces = [
-        Piece(f"{prefix}.{names[0]}.weight", (size,), (slice(0, heads),), lambda w: spread(heads, w)),
-        Piece(f"{prefix}.{names[1]}.weight", (size,), (slice(heads, heads + kv_heads),), lambda w: spread(kv_heads, w)),
+        Piece(f"{prefix}.{names[0]}.weight", (q_size,), (slice(0, heads),), lambda w: spread(heads, w)),
+        Piece(f"{prefix}.{names[1]}.weight", (k_size,), (slice(heads, None),), lambda w: spread(kv_heads, w)),
     ]
     return fill((heads + kv_heads, size), pieces, dtype=torch.float32 if centred else None)
 
@@ -146,6 +159,9 @@ def attention_mixer(
         A tensor like x.
     """
     projected_BTN = kernels.linear(x_BTD, params.w_in_ND, params.bias_N)
+    if config.norms_whole:
+        assert params.norm_HC is not None
+        projected_BTN, params = _norm_whole(projected_BTN, params.norm_HC, config), params._replace(norm_HC=None)
     attend_step = kernels.attend_few_step if placement.kept_B is not None else kernels.attend_step
     if x_BTD.shape[1] > 1 and placement.kept_B is None:
         attend_step = None
@@ -155,6 +171,16 @@ def attention_mixer(
     else:
         out_BTN = _attend_projected(projected_BTN, params.norm_HC, cache, placement, config, kernels)
     return kernels.linear(out_BTN, params.w_out_DN, params.bias_out_D)
+
+
+def _norm_whole(projected_BTN: Tensor, norm_HC: Tensor, config: AttentionConfig) -> Tensor:
+    """Norm all queries as one vector and all keys as another, then clip; what follows does neither."""
+    sizes = [config.heads * config.head_size, config.kv_heads * config.head_size]
+    q_BTN, k_BTN, rest_BTN = projected_BTN.split_with_sizes([*sizes, projected_BTN.shape[-1] - sum(sizes)], -1)
+    q_norm_N, k_norm_N = norm_HC.flatten().split_with_sizes(sizes)
+    q_BTN, k_BTN = rms_norm(q_BTN, q_norm_N, eps=config.eps), rms_norm(k_BTN, k_norm_N, eps=config.eps)
+    normed_BTN = torch.cat((q_BTN, k_BTN, rest_BTN), -1)
+    return normed_BTN if config.clip is None else normed_BTN.clamp(-config.clip, config.clip)
 
 
 def _attend_projected(
