@@ -223,6 +223,27 @@ def test_a_batch_is_kept_for_the_next_generation(demo):
     assert set(machine.events) == {"replay", "read"}
 
 
+def test_captured_rows_start_from_a_state_and_leave_one(demo):
+    """The kept batch takes a state of its own each time; the step that ran ahead counts as seen."""
+    machine, ends = StandIn(), [[], draw_ids(3, 9), draw_ids(70, 8)]
+    for ids in (PROMPTS[4], PROMPTS[1], PROMPTS[4]):
+        state, kept = fmoe.prefill(demo, ids), []
+        prompts = [[*ids, *end] for end in ends]
+
+        def keep(rows, seen, kept=kept):
+            kept.append(seen)
+
+        turns = decode_batch(demo, demo.eager, prompts, make_options(), machine=machine, origin=state, keep=keep)
+        found = [next(turns) for _ in range(5)]
+        turns.close()
+
+        plain = decode_batch(demo, demo.eager, prompts, make_options(), origin=state, machine=DirectMachine())
+        assert found == [next(plain) for _ in range(5)]
+        [seen] = kept
+        assert seen == [[*prompt, *(turn[row].id for turn in found)] for row, prompt in enumerate(prompts)]
+    assert machine.events.count("capture") == 1
+
+
 @pytest.mark.parametrize("change", ["rows", "room", "greedy", "logprobs", "params", "steps"])
 def test_a_batch_of_another_kind_is_not_taken(demo, change):
     machine = StandIn()

@@ -1,5 +1,6 @@
 """fmoe.prefill and what goes on from a state: bit for bit what one run gives, at any border, as often as wanted."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -224,3 +225,36 @@ def test_what_was_decoded_is_kept_with_the_tokens_that_were_seen(demo):
         count = 24 if isinstance(cache, KVCache) else 1
         for part, other in zip(select_slots(cache, count), select_slots(expected, count), strict=True):
             assert (part - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+TINY = {
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "dtype": "float32", "head_dim": 8,
+    "moe_intermediate_size": 20, "intermediate_size": 40,
+}  # fmt: skip
+FAMILIES = {
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9},
+    "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 3},
+    "deepseek_v2": {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+        "v_head_dim": 12, "n_routed_experts": 12, "n_shared_experts": 2, "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_have_states_too(family, tmp_path):
+    """A sliding window, and latent attention, over caches that begin in a file."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **FAMILIES[family], "model_type": family}))
+    model = fmoe.load(tmp_path, device="cpu", weights="random", compile=False)
+    ids = [i % 97 for i in draw_ids(90)]
+    state = fmoe.prefill(model, ids[:70])
+    fmoe.save_state(state, tmp_path / "state")
+    state = fmoe.load_state(model, tmp_path / "state")
+    options = {"max_new_tokens": 6, "logprobs": 1}
+    assert fmoe.generate(model, state=state, **options) == fmoe.generate(model, ids[:70], **options)
+    [found], [expected] = fmoe.generate(model, [ids[70:]], state=state, **options), fmoe.generate(model, ids, **options)
+    assert found.token_ids == expected.token_ids
+    logprobs = [[entry.logprob for entry in done.logprobs] for done in (found, expected)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
