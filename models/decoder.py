@@ -15,7 +15,7 @@ from torch import Tensor
 from fmoe.functional.attention import Placement, place_tokens
 from fmoe.functional.cache import Cache, select_row
 from fmoe.functional.kernels import Kernels
-from fmoe.functional.mlp import MLPParams, mlp_layer
+from fmoe.functional.mlp import SWIGLU, Activation, MLPParams, mlp_layer
 from fmoe.functional.moe import MoEParams, moe_layer
 from fmoe.functional.norm import rms_norm
 from fmoe.functional.rotary import RopeConfig, rotary_frequencies
@@ -150,8 +150,9 @@ def residual_layer(
     router: RouterConfig,
     eps: float,
     kernels: Kernels,
+    activation: Activation = SWIGLU,
 ) -> Stream:
-    """``x += mixer(norm(x)); x += mlp(norm(x))``, the MLP dense or a mixture of experts by its parameters."""
+    """``x += mixer(norm(x)); x += mlp(norm(x))``, the MLP dense SwiGLU or a mixture of experts by its parameters."""
     normed_BTD, x_BTD = kernels.add_norm(*stream, params.input_norm_D, eps=eps)
     mixed_BTD = mixer(normed_BTD, params.mixer, cache, placement)
     normed_BTD, x_BTD = kernels.add_norm(x_BTD, mixed_BTD, params.post_norm_D, eps=eps)
@@ -159,7 +160,8 @@ def residual_layer(
         return Stream(x_BTD, mlp_layer(normed_BTD, params.mlp, linear=kernels.linear))
     normed_TD = normed_BTD.flatten(0, 1)
     decode = x_BTD.shape[1] == 1 or placement.kept_B is not None
-    return Stream(x_BTD, moe_layer(normed_TD, params.mlp, router, kernels=kernels, decode=decode).view_as(x_BTD))
+    y_TD = moe_layer(normed_TD, params.mlp, router, kernels=kernels, decode=decode, activation=activation)
+    return Stream(x_BTD, y_TD.view_as(x_BTD))
 
 
 def start_step(

@@ -60,6 +60,7 @@ class AttentionParams(NamedTuple):
     norm_HC: Tensor | None  # weights of the q norm for H rows, then of the k norm for J rows
     w_out_DN: Weight
     bias_out_D: Tensor | None = None
+    sinks_H: Tensor | None = None  # of the softmax
 
 
 def attention_config(raw: Raw, *, eps: float, gated: bool = False) -> AttentionConfig:
@@ -165,11 +166,11 @@ def attention_mixer(
     attend_step = kernels.attend_few_step if placement.kept_B is not None else kernels.attend_step
     if x_BTD.shape[1] > 1 and placement.kept_B is None:
         attend_step = None
-    if attend_step is not None and not config.rotates_first:
+    if attend_step is not None and not config.rotates_first and params.sinks_H is None:
         options = {"heads": config.heads, "eps": config.eps, "window": config.window}
         out_BTN = attend_step(projected_BTN, params.norm_HC, cache, placement, **options)
     else:
-        out_BTN = _attend_projected(projected_BTN, params.norm_HC, cache, placement, config, kernels)
+        out_BTN = _attend_projected(projected_BTN, params, cache, placement, config, kernels)
     return kernels.linear(out_BTN, params.w_out_DN, params.bias_out_D)
 
 
@@ -185,7 +186,7 @@ def _norm_whole(projected_BTN: Tensor, norm_HC: Tensor, config: AttentionConfig)
 
 def _attend_projected(
     projected_BTN: Tensor,
-    norm_HC: Tensor | None,
+    params: AttentionParams,
     cache: KVCache,
     placement: Placement,
     config: AttentionConfig,
@@ -193,7 +194,7 @@ def _attend_projected(
 ) -> Tensor:
     """What stands between the two projections, [B, T, H * C]."""
     qk_BTN, v_BTN, gate_BTN = projected_BTN.split_with_sizes(config.split_sizes, -1)
-    step = projected_BTN.shape[:2]
+    step, norm_HC, sinks_H = projected_BTN.shape[:2], params.norm_HC, params.sinks_H
     qk_BTHC = qk_BTN.view(*step, config.heads + config.kv_heads, config.head_size)
     if norm_HC is not None and not config.rotates_first:
         qk_BTHC = rms_norm(qk_BTHC, norm_HC, eps=config.eps)
@@ -204,7 +205,7 @@ def _attend_projected(
     append_kv_(cache, k_BTJC, v_BTN.view(*step, config.kv_heads, config.head_size), placement.positions_BT)
     if placement.mask_BTM is None:  # a kind that attend_step does not do
         attend = kernels.attend_lengths if placement.kept_B is None else kernels.attend_few_lengths
-        assert attend is not None and config.window is None
+        assert attend is not None and config.window is None and sinks_H is None
         out_BTHC = attend(q_BTHC, *cache, placement.lengths_B, scale=config.head_size**-0.5)
     else:
         mask_BTM = placement.mask_BTM if config.window is None else placement.window_mask_BTM
@@ -213,7 +214,8 @@ def _attend_projected(
         attend = kernels.attend_decode if step[1] == 1 else kernels.attend_prefill
         if placement.kept_B is not None:
             attend = kernels.attend_few
-        out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], mask_BTM)
+        sinks = () if sinks_H is None else (sinks_H,)
+        out_BTHC = attend(q_BTHC, cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible], mask_BTM, *sinks)
     out_BTN: Tensor = out_BTHC.flatten(-2)
     return out_BTN * gate_BTN.sigmoid() if config.gated else out_BTN
 

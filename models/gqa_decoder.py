@@ -12,6 +12,7 @@ from reprlib import repr as brief
 import torch
 
 from fmoe.functional.kernels import Kernels
+from fmoe.functional.mlp import SWIGLU, Activation
 from fmoe.functional.moe import SharedPlan
 from fmoe.functional.routing import RouterConfig
 
@@ -38,6 +39,7 @@ class Config:
     biased: str = ""  # attention projections with a bias: none, qkv or qkvo
     head_norms: bool = False  # q and k are normed per head
     norm_names: tuple[str, str] = ("q_norm", "k_norm")  # of those norms in the checkpoint
+    activation: Activation = SWIGLU  # of the experts
 
 
 def read_experts(raw: Raw, key: str = "num_experts", *, minimum: int = 0) -> int:
@@ -104,7 +106,12 @@ def make_layers(config: Config, kernels: Kernels) -> Layers:
         attention = replace(config.attention, window=config.decoder.window if kind == SLIDING else None)
         mixer = partial(attention_mixer, config=attention, kernels=kernels)
         layers[kind] = partial(
-            residual_layer, mixer=mixer, router=config.router, eps=config.decoder.eps, kernels=kernels
+            residual_layer,
+            mixer=mixer,
+            router=config.router,
+            eps=config.decoder.eps,
+            kernels=kernels,
+            activation=config.activation,
         )
     return layers
 

@@ -28,6 +28,7 @@ from .deltanet import delta_mix as delta_mix
 from .deltanet import delta_recurrent as delta_recurrent
 from .deltanet import delta_step as delta_step
 from .deltanet import l2_normalize as l2_normalize
+from .experts import ExpertBiases as ExpertBiases
 from .experts import Permutation as Permutation
 from .experts import compute_experts_dense as compute_experts_dense
 from .experts import compute_experts_grouped as compute_experts_grouped
@@ -37,13 +38,17 @@ from .experts import grouped_mm as grouped_mm
 from .experts import permute_rows as permute_rows
 from .experts import unpermute_rows as unpermute_rows
 from .kernels import Kernels as Kernels
+from .mlp import SWIGLU as SWIGLU
+from .mlp import Activation as Activation
 from .mlp import MLPParams as MLPParams
+from .mlp import activate as activate
 from .mlp import mlp_layer as mlp_layer
 from .mlp import swiglu as swiglu
 from .moe import MoEParams as MoEParams
 from .moe import SharedParams as SharedParams
 from .moe import SharedPlan as SharedPlan
 from .moe import add_shared_expert as add_shared_expert
+from .moe import is_plain as is_plain
 from .moe import keep_apart as keep_apart
 from .moe import moe_layer as moe_layer
 from .moe import plan_shared_experts as plan_shared_experts
@@ -54,6 +59,7 @@ from .norm import rms_norm_gated as rms_norm_gated
 from .quant import Fp8 as Fp8
 from .quant import count_blocks as count_blocks
 from .quant import dequantize as dequantize
+from .quant import dequantize_mxfp4 as dequantize_mxfp4
 from .quant import linear as linear
 from .quant import read_experts as read_experts
 from .quant import read_weight as read_weight

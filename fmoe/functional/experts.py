@@ -3,6 +3,8 @@
 Four implementations of one function; they differ in speed and rounding alone.
 Letters: T tokens, E stacked experts (shared slots last), K experts per token, N = T * K routed rows, D hidden,
 F expert width, P = 2F (gate rows, then up rows).
+
+Each takes the biases of both projections and an activation; without them, experts are two matrices around SwiGLU.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mlp import swiglu
+from .mlp import SWIGLU, Activation, activate
 from .quant import Weight, read_experts, read_weight, weight_shape
 from .routing import Routing
 
@@ -24,6 +26,13 @@ class Permutation(NamedTuple):
 
     order_N: Tensor  # int64, the routed row at each place
     offsets_E: Tensor  # int32, inclusive end of each expert's rows
+
+
+class ExpertBiases(NamedTuple):
+    """What the projections of each expert add."""
+
+    bias_gate_up_EP: Tensor
+    bias_down_ED: Tensor
 
 
 def permute_rows(experts_TK: Tensor, num_experts: int, /) -> Permutation:
@@ -83,19 +92,24 @@ def compute_experts_grouped(
     routing: Routing,
     w_gate_up_EPD: Weight,
     w_down_EDF: Weight,
+    biases: ExpertBiases | None = None,
     /,
     *,
+    activation: Activation = SWIGLU,
     multiply: GroupedMM = grouped_mm,
 ) -> Tensor:
     """Sort rows by expert, then one grouped product per projection; the reference for many tokens.
 
-    ``y_t = sum_k weights_tk * w_down_e swiglu(w_gate_up_e x_t)`` with e = experts_tk, summed in float32.
+    ``y_t = sum_k weights_tk * (w_down_e activate(w_gate_up_e x_t + bias_e) + bias_e)`` with e = experts_tk, summed in
+    float32.
 
     Args:
         x_TD: rows, T >= 0.
         routing: ids in 0..E-1; every column counts, shared ones too.
         w_gate_up_EPD: gate and up rows of all experts; a quantised stack is dequantised whole.
         w_down_EDF: down rows of all experts, likewise.
+        biases: of both projections, or None.
+        activation: between them.
         multiply: implementation of ``grouped_mm``.
 
     Returns:
@@ -109,12 +123,27 @@ def compute_experts_grouped(
     order_N, offsets_E = permute_rows(experts_TK, weight_shape(w_down_EDF)[0])
     rows_ND = x_TD[order_N // experts_TK.shape[1]]
     w_EPD = read_weight(w_gate_up_EPD, x_TD.dtype, parts=2)
-    hidden_NF = swiglu(multiply(rows_ND, w_EPD.transpose(1, 2), offsets_E))
+    gate_up_NP = multiply(rows_ND, w_EPD.transpose(1, 2), offsets_E)
+    if biases is not None:
+        sorted_N = experts_TK.flatten()[order_N]
+        gate_up_NP = gate_up_NP + biases.bias_gate_up_EP[sorted_N]
+    hidden_NF = activate(gate_up_NP, activation)
     rows_ND = multiply(hidden_NF, read_weight(w_down_EDF, x_TD.dtype).transpose(1, 2), offsets_E)
+    if biases is not None:
+        rows_ND = rows_ND + biases.bias_down_ED[sorted_N]
     return unpermute_rows(rows_ND, order_N, weights_TK).to(x_TD.dtype)
 
 
-def compute_experts_loop(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /) -> Tensor:
+def compute_experts_loop(
+    x_TD: Tensor,
+    routing: Routing,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    biases: ExpertBiases | None = None,
+    /,
+    *,
+    activation: Activation = SWIGLU,
+) -> Tensor:
     """Visit the routed rows one by one: matrix times vector, nothing gathered or sorted.
 
     Reads the ids on the host, so it runs on a CPU, uncompiled or behind an op. Fastest for a few tokens.
@@ -128,13 +157,26 @@ def compute_experts_loop(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, 
     pairs = [(e, x_D) for x_D, ids in zip(x_TD.unbind(), ids_TK, strict=True) for e in ids]
     dtype = x_TD.dtype
     gate_up = [torch.mv(read_experts(w_gate_up_EPD, e, dtype, parts=2), x_D) for e, x_D in pairs]
-    hidden_NF = swiglu(torch.stack(gate_up))
+    if biases is not None:
+        gate_up = [z_P + biases.bias_gate_up_EP[e] for z_P, (e, _) in zip(gate_up, pairs, strict=True)]
+    hidden_NF = activate(torch.stack(gate_up), activation)
     rows = [torch.mv(read_experts(w_down_EDF, e, dtype), h_F) for (e, _), h_F in zip(pairs, hidden_NF, strict=True)]
+    if biases is not None:
+        rows = [y_D + biases.bias_down_ED[e] for y_D, (e, _) in zip(rows, pairs, strict=True)]
     rows_TKD = torch.stack(rows).view(*routing.weights_TK.shape, x_TD.shape[1])
     return (rows_TKD.float() * routing.weights_TK[..., None]).sum(1).to(x_TD.dtype)
 
 
-def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /) -> Tensor:
+def compute_experts_dense(
+    x_TD: Tensor,
+    routing: Routing,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    biases: ExpertBiases | None = None,
+    /,
+    *,
+    activation: Activation = SWIGLU,
+) -> Tensor:
     """Run every token through every expert and weigh those not chosen by zero.
 
     E / K times the arithmetic of the grouped form, but no sorting; the weights are read once. Pays where few tokens
@@ -150,13 +192,26 @@ def compute_experts_dense(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight,
     w_EPD = read_weight(w_gate_up_EPD, x_TD.dtype, parts=2)
     # One product with all gate and up rows, the tokens as columns: half the time of a batch of products.
     gate_up_EPT = torch.mm(w_EPD.flatten(0, 1), x_TD.T).unflatten(0, (experts, -1))
-    hidden_ETF = swiglu(gate_up_EPT.transpose(1, 2))
+    if biases is not None:
+        gate_up_EPT = gate_up_EPT + biases.bias_gate_up_EP[..., None]
+    hidden_ETF = activate(gate_up_EPT.transpose(1, 2), activation)
     rows_ETD = torch.bmm(hidden_ETF, read_weight(w_down_EDF, x_TD.dtype).transpose(1, 2))
+    if biases is not None:
+        rows_ETD = rows_ETD + biases.bias_down_ED[:, None]
     chosen_ETD = torch.where((dense_TE != 0).T[..., None], rows_ETD.float() * dense_TE.T[..., None], 0.0)
     return chosen_ETD.sum(0).to(x_TD.dtype)
 
 
-def compute_experts_per_slot(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /) -> Tensor:
+def compute_experts_per_slot(
+    x_TD: Tensor,
+    routing: Routing,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    biases: ExpertBiases | None = None,
+    /,
+    *,
+    activation: Activation = SWIGLU,
+) -> Tensor:
     """Gather the matrices of every routed row and multiply in a batch; no sorting, but weights are copied.
 
     Returns:
@@ -165,7 +220,13 @@ def compute_experts_per_slot(x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weig
     weights_TK, experts_TK = routing
     ids_N = experts_TK.flatten().long()
     rows_ND1 = x_TD.repeat_interleave(experts_TK.shape[1], 0)[..., None]
-    hidden_NF = swiglu(torch.bmm(read_experts(w_gate_up_EPD, ids_N, x_TD.dtype, parts=2), rows_ND1).squeeze(-1))
+    gate_up_NP = torch.bmm(read_experts(w_gate_up_EPD, ids_N, x_TD.dtype, parts=2), rows_ND1).squeeze(-1)
+    if biases is not None:
+        gate_up_NP = gate_up_NP + biases.bias_gate_up_EP[ids_N]
+    hidden_NF = activate(gate_up_NP, activation)
     w_NDF = read_experts(w_down_EDF, ids_N, x_TD.dtype)
-    rows_TKD = torch.bmm(w_NDF, hidden_NF[..., None]).view(*weights_TK.shape, x_TD.shape[1])
+    rows_ND = torch.bmm(w_NDF, hidden_NF[..., None]).squeeze(-1)
+    if biases is not None:
+        rows_ND = rows_ND + biases.bias_down_ED[ids_N]
+    rows_TKD = rows_ND.view(*weights_TK.shape, x_TD.shape[1])
     return torch.bmm(weights_TK[:, None], rows_TKD.float()).squeeze(1).to(x_TD.dtype)

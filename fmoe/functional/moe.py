@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from .experts import compute_experts_grouped
+from .experts import ExpertBiases, compute_experts_grouped
 from .kernels import Kernels
-from .mlp import MLPParams, mlp_layer
+from .mlp import SWIGLU, Activation, MLPParams, mlp_layer
 from .quant import Weight, weight_shape
 from .quant import linear as linear_reference
 from .routing import RouterConfig, Routing, route_fused, router_logits
@@ -33,6 +33,8 @@ class MoEParams(NamedTuple):
     w_down_EDF: Weight  # [E + S, D, F]
     bias_E: Tensor | None  # float32, steers the choice only
     shared: SharedParams | None  # None where fused or absent
+    bias_logits_E: Tensor | None = None  # of the router's linear
+    biases: ExpertBiases | None = None  # of the experts
 
 
 class SharedPlan(NamedTuple):
@@ -97,8 +99,20 @@ def keep_apart(plan: SharedPlan, why: str, /) -> SharedPlan:
     return plan._replace(slots=0, reason=f"separate: {why}") if plan.slots else plan
 
 
+def is_plain(params: MoEParams, activation: Activation, /) -> bool:
+    """Tell whether a layer is what every kernel computes: a router and experts without biases, around SwiGLU."""
+    return params.bias_logits_E is None and params.biases is None and activation.is_plain
+
+
 def moe_layer(
-    x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, kernels: Kernels, decode: bool = False
+    x_TD: Tensor,
+    params: MoEParams,
+    config: RouterConfig,
+    /,
+    *,
+    kernels: Kernels,
+    decode: bool = False,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """Route each token and sum its experts' outputs; fused shared experts are columns of the same routing.
 
@@ -109,17 +123,20 @@ def moe_layer(
         params: weights; their shapes say what is fused.
         config: the routing rule.
         kernels: implementations of compute_moe, or of route and compute_experts, and of a separate shared expert's
-            linear.
+            linear. A layer that is not plain is never left to compute_moe.
         decode: the rows are one token each of several sequences; takes ``compute_experts_decode``.
+        activation: of the routed experts and fused shared ones.
 
     Returns:
         A tensor like x.
     """
-    if kernels.compute_moe is not None:
+    if kernels.compute_moe is not None and is_plain(params, activation):
         y_TD = kernels.compute_moe(x_TD, params, config)
     else:
         compute_experts = kernels.compute_experts_decode if decode else kernels.compute_experts
-        y_TD = route_and_compute(x_TD, params, config, route=kernels.route, compute_experts=compute_experts)
+        y_TD = route_and_compute(
+            x_TD, params, config, route=kernels.route, compute_experts=compute_experts, activation=activation
+        )
     if params.shared is None:
         return y_TD
     return add_shared_expert(y_TD, x_TD, params.shared, linear=kernels.linear)
@@ -133,6 +150,7 @@ def route_and_compute(
     *,
     route: Callable[..., Routing] = route_fused,
     compute_experts: Callable[..., Tensor] = compute_experts_grouped,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """Run the router's linear, the routing and the experts, one after the other.
 
@@ -141,18 +159,23 @@ def route_and_compute(
         params: weights; a separate shared expert is not read.
         config: the routing rule.
         route: of the signature of ``route_fused``.
-        compute_experts: of the signature of ``compute_experts_grouped``.
+        compute_experts: of the signature of ``compute_experts_grouped``; of a plain layer it gets neither biases nor
+            activation.
+        activation: of the experts.
 
     Returns:
         A tensor like x.
     """
     slots = weight_shape(params.w_down_EDF)[0] - config.num_experts
-    logits_TE = router_logits(x_TD, params.w_router_ED, float32=config.float32_logits)
+    logits_TE = router_logits(x_TD, params.w_router_ED, params.bias_logits_E, float32=config.float32_logits)
     routing = route(logits_TE, params.bias_E, config, slots=slots)
     if config.round_weights and config.float32_logits:
         # The float32 logits did not tell route the dtype in which this family multiplies.
         routing = routing._replace(weights_TK=routing.weights_TK.to(x_TD.dtype).float())
-    return compute_experts(x_TD, routing, params.w_gate_up_EPD, params.w_down_EDF)
+    stacks = params.w_gate_up_EPD, params.w_down_EDF
+    if params.biases is None and activation.is_plain:
+        return compute_experts(x_TD, routing, *stacks)
+    return compute_experts(x_TD, routing, *stacks, params.biases, activation=activation)
 
 
 def add_shared_expert(

@@ -1,4 +1,4 @@
-"""Weights in blocks of FP8: their form, and what reads a weight whether it is quantised or not.
+"""Weights in blocks of FP8: their form, and what reads a weight whether it is quantised or not; MXFP4 as numbers.
 
 A block of BLOCK x BLOCK values of float8_e4m3fn shares one float32 factor: ``W[n, d] = w[n, d] * scale[n // 128,
 d // 128]``; blocks at the end of a side may be partial. Letters: E experts, N rows, M unquantised rows behind them,
@@ -15,6 +15,8 @@ from torch import Tensor
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0..7; 8..15 are their negatives
+FP4_BLOCK = 32  # values of MXFP4 that share a factor
 
 
 class Fp8(NamedTuple):
@@ -66,6 +68,27 @@ def dequantize(fp8: Fp8, dtype: torch.dtype, /, *, parts: int = 1) -> Tensor:
     factors = factors.flatten(-3, -2).repeat_interleave(BLOCK, -1)[..., :columns]
     w = (fp8.w.float() * factors).to(dtype)
     return w if fp8.rest_MD is None else torch.cat((w, fp8.rest_MD.to(dtype)))
+
+
+def dequantize_mxfp4(codes: Tensor, exponents: Tensor, dtype: torch.dtype, /) -> Tensor:
+    """Multiply blocks of 32 values of FP4 (E2M1) with their powers of two, in float32, and round once to ``dtype``.
+
+    A byte holds two codes, the first value's in its low half. All but the smallest numbers are exact in bfloat16.
+
+    Args:
+        codes: uint8 [..., D / 32, 16].
+        exponents: uint8 [..., D / 32] (E8M0): e is the factor ``2^(e - 127)``, 255 is NaN.
+        dtype: of the result.
+
+    Returns:
+        [..., D].
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 5.4.1.
+    """
+    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=codes.device)
+    pairs = torch.stack((values[(codes & 15).int()], values[(codes >> 4).int()]), -1)
+    factors = exponents.view(torch.float8_e8m0fnu).float()
+    return (pairs.flatten(-2) * factors[..., None]).to(dtype).flatten(-2)
 
 
 def read_weight(w: Weight, dtype: torch.dtype, /, *, parts: int = 1) -> Tensor:

@@ -85,11 +85,14 @@ class RouterConfig:
             )
 
 
-def router_logits(x_TD: Tensor, w_router_ED: Tensor, /, *, float32: bool) -> Tensor:
-    """Compute the router's linear, [T, rows of w_router]; ``float32`` upcasts both operands first."""
+def router_logits(x_TD: Tensor, w_router_ED: Tensor, bias_E: Tensor | None = None, /, *, float32: bool) -> Tensor:
+    """Compute the router's linear, [T, rows of w_router]; ``float32`` upcasts all operands first.
+
+    The bias is one of the logits, and so of the weights; that of ``route`` steers the choice alone.
+    """
     if float32:
-        return F.linear(x_TD.float(), w_router_ED.float())
-    return F.linear(x_TD, w_router_ED)
+        return F.linear(x_TD.float(), w_router_ED.float(), None if bias_E is None else bias_E.float())
+    return F.linear(x_TD, w_router_ED, bias_E)
 
 
 def select_largest(values_TE: Tensor, k: int, /) -> Tensor:
