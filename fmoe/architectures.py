@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from reprlib import repr as brief
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -13,12 +13,15 @@ from fmoe.models import (
     deepseek_v2,
     deepseek_v3,
     dots1,
+    ernie4_5_moe,
     glm4_moe,
     glm4_moe_lite,
     granitemoe,
     hunyuan_v1_moe,
     mixtral,
+    olmoe,
     qwen2_moe,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
 )
@@ -30,9 +33,16 @@ from fmoe.models.decoder import Stream as Stream
 from fmoe.models.decoder import choose_tokens as choose_tokens
 from fmoe.models.decoder import compute_logits as compute_logits
 from fmoe.models.decoder import forward as forward
+from fmoe.models.decoder import place_step as place_step
 from fmoe.models.decoder import run_layers as run_layers
 from fmoe.models.decoder import start_step as start_step
 from fmoe.models.decoder import state_row as state_row
+from fmoe.models.mtp import DraftNames as DraftNames
+from fmoe.models.mtp import DraftParams as DraftParams
+from fmoe.models.mtp import Following as Following
+from fmoe.models.mtp import join_hidden as join_hidden
+from fmoe.models.mtp import norm_and_choose as norm_and_choose
+from fmoe.models.mtp import norm_and_head as norm_and_head
 from fmoe.models.weights import DIFFER as DIFFER
 from fmoe.models.weights import SCALE as SCALE
 from fmoe.models.weights import Fill as Fill
@@ -78,11 +88,27 @@ class Architecture(Protocol):
         ...
 
 
+@runtime_checkable
+class Drafting(Protocol):
+    """What a module of models/ provides besides where its checkpoints have a draft (MTP) layer."""
+
+    DRAFT_KIND: str  # of layer
+
+    def draft_names(self, config: Any, /) -> DraftNames:
+        """Name the tensors around the draft layer."""
+        ...
+
+    def build_drafts(self, fill: Fill, config: Any) -> DraftParams:
+        """Describe every parameter of the draft layer and what stands around it."""
+        ...
+
+
 KNOWN: tuple[Architecture, ...] = (
     mixtral,
     qwen2_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_5_moe,
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
@@ -90,6 +116,8 @@ KNOWN: tuple[Architecture, ...] = (
     dots1,
     granitemoe,
     hunyuan_v1_moe,
+    ernie4_5_moe,
+    olmoe,
 )
 _LLAMA4 = "a weight multiplies the input of an expert instead of its output, and attention is chunked; neither is built"
 REFUSED: Mapping[str, str] = {  # model_type and architectures of families that are known, and why they do not run
@@ -128,7 +156,7 @@ def find_architecture(raw: Mapping[str, Any], /) -> Architecture:
 
 
 def ignored_tensors(config: DecoderConfig, /) -> Callable[[str], bool]:
-    """Tell which checkpoint tensors may stay unread: draft layers, recomputed buffers, a tied head.
+    """Tell which checkpoint tensors may stay unread: draft layers, recomputed buffers, a tied head, a vision model.
 
     Layers behind the draft layers that config.json counts may stay unread too, but the first one met is logged: a
     ``num_hidden_layers`` that is too small would otherwise drop trained layers unseen.
@@ -136,11 +164,17 @@ def ignored_tensors(config: DecoderConfig, /) -> Callable[[str], bool]:
     layers = len(config.layer_kinds)
     behind = layers + config.draft_layers
     met: list[str] = []
+    seen: list[str] = []
 
     def ignored(name: str) -> bool:
-        if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
+        if name.startswith(("mtp.", "model.mtp_")) or name.endswith("rotary_emb.inv_freq"):
             return True
-        numbered = re.match(r"model\.layers\.(\d+)\.", name)
+        if name.startswith("model.visual."):
+            if not seen:
+                seen.append(name)
+                logger.info("the vision model is not read (the checkpoint has %s): text alone goes in", name)
+            return True
+        numbered = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)
         if numbered and int(numbered[1]) >= layers:
             if int(numbered[1]) >= behind and not met:
                 met.append(name)

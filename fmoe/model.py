@@ -23,6 +23,7 @@ from fmoe.functional.moe import MoEParams, SharedExperts, SharedPlan
 from .architectures import (
     DIFFER,
     Architecture,
+    DraftParams,
     FamilyConfig,
     Layers,
     Params,
@@ -34,6 +35,7 @@ from .architectures import (
 )
 from .capture import Shelf
 from .checkpoint import open_checkpoint, stored_dtype
+from .drafting import DraftHead, DraftShelf, Source, bind_head, read_drafts
 from .fingerprint import WeightsHash
 from .graph_files import GraphFile, find_graph_file
 from .loading import check_params, load_params, make_meta_params
@@ -88,6 +90,7 @@ class Model:
     process: int = field(default_factory=os.getpid)  # where it was loaded
     shelf: Shelf = field(default_factory=Shelf)  # the batch that decoded last, where its steps are captured
     weights_hash: WeightsHash = field(default_factory=WeightsHash)
+    drafts: DraftShelf = field(default_factory=DraftShelf)  # the draft (MTP) head, read when it is first asked for
 
     def __copy__(self) -> Self:
         """Give the model itself: nothing in it changes."""
@@ -141,9 +144,14 @@ def check_progress(progress: object, /) -> None:
 
 
 def text_config(raw: Mapping[str, Any], /) -> Mapping[str, Any]:
-    """The language model's part of a config.json: ``text_config`` where the file nests it, else the file."""
-    nested = raw.get("text_config")
-    return nested if isinstance(nested, Mapping) and "hidden_size" not in raw else raw
+    """The language model's part of a config.json: ``text_config`` where the file nests it, else the file.
+
+    Whether the head is tied stands beside it, or in it.
+    """
+    nested, tied = raw.get("text_config"), raw.get("tie_word_embeddings")
+    if not isinstance(nested, Mapping) or "hidden_size" in raw:
+        return raw
+    return nested if tied is None else {**nested, "tie_word_embeddings": tied}
 
 
 def load(
@@ -158,6 +166,7 @@ def load(
     tune: Tune = "cached",
     weights: Weights = "stored",
     seed: int = 0,
+    speculate: bool = False,
     progress: bool | None = None,
 ) -> Model:
     """Load a checkpoint folder: config.json, *.safetensors and, for text, tokenizer.json.
@@ -178,6 +187,7 @@ def load(
         weights: ``random`` draws them on the device by config.json alone, to measure a model that is not there;
             without tokenizer.json its prompts are token ids.
         seed: of random weights.
+        speculate: read the draft (MTP) head too; else that is done when ``generate`` is first asked to speculate.
         progress: show a bar when loading takes over two seconds; None does so on a terminal.
 
     Raises:
@@ -237,7 +247,12 @@ def load(
             search=Search(),
             progress=progress,
         )
-    eager, graphs = _make_steps(architecture, config, resolved_device, resolved_dtype, plans, decision)
+    bind = partial(_choose_kernels, config, resolved_device, resolved_dtype, plans, decision)
+    eager, graphs = _make_steps(architecture, config, resolved_device, bind)
+    source = Source(folder, architecture, config, resolved_dtype, resolved_device, weights, seed, decision, progress)
+    drafts = DraftShelf(partial(read_drafts, source, params), _bind_drafts(architecture, config, resolved_device, bind))
+    if speculate:
+        drafts.get()
     graph_file = partial(
         find_graph_file, architecture, config, resolved_dtype, resolved_device, str(decision.requested)
     )
@@ -257,42 +272,60 @@ def load(
         plans=plans,
         text=text,
         defaults=defaults,
+        drafts=drafts,
     )
 
 
-def _make_steps(
-    architecture: Architecture,
+Bind = Callable[[bool], Kernels]  # the kernels of compiled steps, or of others
+
+
+def _choose_kernels(
     config: FamilyConfig,
     device: torch.device,
     dtype: torch.dtype,
     plans: tuple[Plan, ...],
     decision: Decision,
+    compiled: bool,
+) -> Kernels:
+    kernels = choose(device, compiled=compiled, plans=plans, decision=decision)
+    return _keep_delta_reference(add_decode_kernels(kernels, device, dtype, decision.requested), config)
+
+
+def _make_steps(
+    architecture: Architecture, config: FamilyConfig, device: torch.device, bind: Bind
 ) -> tuple[Steps, Steps]:
     """Bind config and kernels: the plain functions, and the graphs, of which nothing is compiled yet."""
     eps = config.decoder.eps
     head = partial(compute_logits, eps=eps)
 
-    def bind(compiled: bool) -> tuple[Layers, dict[str, Any]]:
-        kernels = choose(device, compiled=compiled, plans=plans, decision=decision)
-        kernels = add_decode_kernels(kernels, device, dtype, decision.requested)
-        kernels = _keep_delta_reference(kernels, config)
+    def make(compiled: bool) -> tuple[Layers, dict[str, Any]]:
+        kernels = bind(compiled)
         return architecture.make_layers(config, kernels), {
             "start": partial(start_step, config=config.decoder, slots=None),
             "choose": partial(choose_tokens, eps=eps, kernels=kernels) if kernels.choose_tokens else None,
             "masked": kernels.attend_step is None,
         }
 
-    eager, plain = bind(False)
-    graphs, options = bind(True)
+    eager, plain = make(False)
+    graphs, options = make(True)
     return Steps(eager, head, compiled=False, **plain), compile_steps(graphs, head, device=device, **options)
+
+
+def _bind_drafts(
+    architecture: Architecture, config: FamilyConfig, device: torch.device, bind: Bind
+) -> Callable[[DraftParams], DraftHead]:
+    return lambda params: bind_head(params, architecture, config, bind, device)
 
 
 def replan(model: Model, plans: tuple[Plan, ...], /) -> Model:
     """Give the model with other plans and, where they differ, graphs that are yet to be compiled."""
     if plans == model.plans:
         return model
-    eager, graphs = _make_steps(model.architecture, model.config, model.device, model.dtype, plans, model.decision)
-    return replace(model, plans=plans, eager=eager, graphs=graphs)
+    family, config, device = model.architecture, model.config, model.device
+    bind = partial(_choose_kernels, config, device, model.dtype, plans, model.decision)
+    eager, graphs = _make_steps(family, config, device, bind)
+    drafts = model.drafts.rebind(_bind_drafts(family, config, device, bind))
+    return replace(model, plans=plans, eager=eager, graphs=graphs, drafts=drafts)
 
 
 def _build(architecture: Architecture, config: FamilyConfig, fill: Any) -> Params:

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fmoe.functional.sampling import check_sampling
 
 from .text import Text, eos_token_ids
 
+MOST_DRAFTS = 8
 _NUMBERS = MappingProxyType(
     {"temperature": Real, "top_p": Real, "top_k": Integral, "min_p": Real, "repetition_penalty": Real}
 )
@@ -41,11 +42,21 @@ class Options:
     stop: tuple[str, ...]
     eos_ids: tuple[int, ...]  # empty where EOS is ignored
     logprobs: int | None
+    speculate: int | Literal["auto"] = 0  # drafts of a step; "auto" is as many as pays
 
 
 def is_integer(value: object, /) -> bool:
     """Tell a whole number, numpy's too; a bool is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_speculate(speculate: int | str, /) -> int | Literal["auto"]:
+    """Raise ValueError unless this is what generate takes."""
+    if speculate == "auto":
+        return "auto"
+    if isinstance(speculate, str) or not is_integer(speculate) or not 0 <= speculate <= MOST_DRAFTS:
+        raise ValueError(f"speculate={speculate!r} must be 'auto' or an int in 0..{MOST_DRAFTS} (drafts of a step)")
+    return int(speculate)
 
 
 def read_defaults(
@@ -94,6 +105,7 @@ def resolve_options(
     stop: str | Sequence[str] | None,
     ignore_eos: bool,
     logprobs: int | None,
+    speculate: int | str = 0,
 ) -> Options:
     """Put arguments over defaults and check them.
 
@@ -119,6 +131,7 @@ def resolve_options(
         stop=stops,
         eos_ids=() if ignore_eos else defaults.eos_ids,
         logprobs=None if logprobs is None else int(logprobs),
+        speculate=check_speculate(speculate),
     )
     check_sampling(
         temperature=options.temperature,

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmoe.functional.attention import Placement
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import rms_norm
 from fmoe.functional.quant import Weight
 
-from .decoder import DecoderConfig, LayerParams, State, Stream, place_step
+from .decoder import DecoderConfig, LayerParams, Stream
 from .weights import Fill, matrix, plain
 
 
@@ -98,29 +97,16 @@ class Following(NamedTuple):
 
 
 def join_hidden(
-    hidden_BTD: Tensor,
-    params: DraftParams,
-    following: Following,
-    state: State,
-    /,
-    *,
-    config: DecoderConfig,
-    kernels: Kernels,
-    slots: int | None,
-) -> tuple[Stream, Placement]:
-    """Join each hidden state with the token behind it, and place them behind what the draft's state holds.
+    hidden_BTD: Tensor, params: DraftParams, following: Following, /, *, config: DecoderConfig, kernels: Kernels
+) -> Stream:
+    """Join each hidden state with the token behind it: what the draft layer reads.
 
     Args:
         hidden_BTD: normed hidden states.
         params: of the draft.
         following: the token that follows each of them, in the model's embedding.
-        state: of the draft.
         config: the frame.
         kernels: ``linear`` is called.
-        slots: as in ``place_tokens``.
-
-    Returns:
-        What the draft layer takes.
     """
     embedded_BTD = F.embedding(*following)
     if config.embedding_scale != 1.0:
@@ -128,7 +114,7 @@ def join_hidden(
     norm = partial(rms_norm, eps=config.eps)
     pair_BTN = torch.cat((norm(embedded_BTD, params.embed_norm_D), norm(hidden_BTD, params.hidden_norm_D)), -1)
     x_BTD = kernels.linear(pair_BTN, params.w_join_DN)
-    return Stream(x_BTD, torch.zeros_like(x_BTD)), place_step(x_BTD, state, config=config, slots=slots)
+    return Stream(x_BTD, torch.zeros_like(x_BTD))
 
 
 def norm_and_head(

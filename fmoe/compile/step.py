@@ -8,11 +8,13 @@ looks at a multiple of 64 of them. Prefill runs row by row in chunks, decode in 
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fmoe.functional.speculate import count_kept, take_last
 
 SLOTS = 64
 MAX_GRAPHS = 64  # per function; far above what any mix of sizes needs
@@ -46,6 +48,36 @@ def advance_(tokens_B: Tensor, check_B: Tensor, cursor: Cursor, /) -> Tensor:
     return codes_B
 
 
+class Verdict(NamedTuple):
+    """What became of the drafts of each row's last step, and how far it may go, at addresses that do not change."""
+
+    kept_B: Tensor  # int64, tokens that the last step gave
+    limits_B: Tensor  # int64, tokens in the caches with which a row ends
+
+
+def accept_(chosen_BT: Tensor, check_BT: Tensor, drafts_BN: Tensor, cursor: Cursor, verdict: Verdict, /) -> Tensor:
+    """Move on by the drafts that are right and the token behind them, in place; a row at its limit stands still.
+
+    Args:
+        chosen_BT: the tokens chosen behind the newest one and behind each draft.
+        check_BT: NaN or infinite where the logits were.
+        drafts_BN: the drafts.
+        cursor: written.
+        verdict: read and written.
+
+    Returns:
+        int64 [B, T + 1]: codes as of ``advance_``, of which the first ones count, and how many.
+    """
+    codes_BT = torch.where(check_BT.isfinite(), chosen_BT, -1 - chosen_BT)
+    kept_B = count_kept(chosen_BT, drafts_BN, verdict.limits_B - cursor.lengths_B)
+    newest_B = torch.where(kept_B > 0, take_last(kept_B, chosen_BT)[:, 0], cursor.tokens_B)
+    cursor.tokens_B.copy_(newest_B)
+    cursor.lengths_B.add_(kept_B)
+    cursor.counters_B.add_(kept_B)
+    verdict.kept_B.copy_(kept_B)
+    return torch.cat((codes_BT, kept_B[:, None]), 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The functions that a step calls: one per layer kind, and the head.
@@ -63,6 +95,44 @@ class Steps:
     choose: Callable[..., tuple[Tensor, Tensor]] | None = None
     advance: Callable[..., Tensor] = advance_
     masked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSteps:
+    """The functions that a step of the newest token and its drafts calls, T tokens of each row.
+
+    layers: one per layer kind, as in Steps, with drafts that may be dropped.
+    join: what the draft layer reads, ``(hidden [B, T, D], DraftParams, Following) -> stream``.
+    head: ``(stream, norm, head) -> (normed [B, T, D], logits [B, T, V])``.
+    start: as in Steps, where no mask is needed.
+    choose: norm and greedy choice, ``(stream, norm, head) -> (normed, tokens [B, T], best logits [B, T])``; or None.
+    accept: ``accept_``.
+    masked: the T tokens need a mask.
+    """
+
+    layers: Mapping[str, Layer]
+    join: Callable[..., Any]
+    head: Callable[..., tuple[Tensor, Tensor]]
+    start: Callable[..., Any] | None = None
+    choose: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    accept: Callable[..., Tensor] = accept_
+    masked: bool = True
+
+
+def compile_draft_steps(steps: DraftSteps, *, device: torch.device, backend: str = "inductor") -> DraftSteps:
+    """Compile each function when it is first called, for a fixed number of tokens; ``choose`` consists of kernels."""
+
+    def compiled(name: str, function: Layer) -> Layer:
+        return _compile_lazily(name, function, device, backend, few=True)
+
+    return replace(
+        steps,
+        layers={kind: compiled(kind, layer) for kind, layer in steps.layers.items()},
+        join=compiled("join", steps.join),
+        head=compiled("head", steps.head),
+        start=None if steps.start is None else compiled("start", steps.start),
+        accept=steps.accept if device.type == "cpu" else _compile_sizes("accept", steps.accept, backend),
+    )
 
 
 def cache_slots(tokens: int) -> int:
@@ -106,7 +176,7 @@ def compile_steps(
         compiled=True,
         start=None if start is None else compiled("start", start),
         choose=choose,
-        advance=advance_ if masked else _compile_advance(backend),
+        advance=advance_ if masked else _compile_sizes("advance", advance_, backend),
         masked=masked,
     )
 
@@ -118,20 +188,25 @@ class _Graphs(NamedTuple):
     traced: set[tuple[int, ...]]
 
 
-def _compile_lazily(name: str, function: Callable[..., Any], device: torch.device, backend: str) -> Callable[..., Any]:
+def _compile_lazily(
+    name: str, function: Callable[..., Any], device: torch.device, backend: str, *, few: bool = False
+) -> Callable[..., Any]:
+    """Compile for one token and for many of any number, or for each number of a ``few``, which is a constant then."""
     # On a CPU the small kernels of a decode step cost less than the Python that calls them: C++ calls them there.
     fast = {"cpp_wrapper": True} if backend == "inductor" and device.type == "cpu" else {}
     decode, prefill = _make_graphs(name, function, backend, fast), _make_graphs(name, function, backend, {})
 
     def call(x: Any, params: Any, *arguments: Any) -> Any:
         first = x if isinstance(x, Tensor) else x[0]
-        get, traced = decode if first.dim() == 2 or first.shape[1] == 1 else prefill
-        variant = (id(params), *(size == 1 for size in first.shape[:-1]))
+        get, traced = decode if few or first.dim() == 2 or first.shape[1] == 1 else prefill
+        variant: tuple[int, ...] = (id(params), *(size == 1 for size in first.shape[:-1]))
+        if few:
+            variant = (id(params), first.shape[0] == 1, first.shape[1])
         if variant in traced:
             return get()(x, params, *arguments)
         # Marks and the limit matter while tracing alone; this may trace. Each dense or sparse layer, dtype and
         # 0/1 variant is one more graph of the same code object, and torch's own limit is 8.
-        _mark_sizes(x, arguments)
+        _mark_sizes(x, arguments, few)
         with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
             y = get()(x, params, *arguments)
         traced.add(variant)
@@ -140,9 +215,9 @@ def _compile_lazily(name: str, function: Callable[..., Any], device: torch.devic
     return call
 
 
-def _compile_advance(backend: str) -> Callable[..., Tensor]:
-    # the batch is all that it has of sizes
-    graphs = _make_graphs("advance", advance_, backend, {}, dynamic=True)
+def _compile_sizes(name: str, function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    """Compile a function all of whose sizes may change."""
+    graphs = _make_graphs(name, function, backend, {}, dynamic=True)
     return lambda *arguments: graphs.get()(*arguments)
 
 
@@ -171,6 +246,12 @@ _SYMBOLIC = {
     "window_mask_BTM": (0, 1, 2),
     "window_BWN": (0,),
     "state_BHKV": (0,),
+    "inputs_BTN": (0,),
+    "k_BTGK": (0,),
+    "written_BTHV": (0,),
+    "g_BTH": (0,),
+    "tokens_BT": (0, 1),
+    "kept_B": (0,),
     "positions_BT": (0, 1),
     "cos_BTR": (0, 1),
     "sin_BTR": (0, 1),
@@ -179,14 +260,15 @@ _SYMBOLIC = {
 }
 
 
-def _mark_sizes(x: Any, arguments: tuple[Any, ...]) -> None:
+def _mark_sizes(x: Any, arguments: tuple[Any, ...], few: bool) -> None:
     for part in (x,) if isinstance(x, Tensor) else x:
-        for dim in range(part.dim() - 1):
+        for dim in (0,) if few else range(part.dim() - 1):
             _mark(part, dim)
     for argument in arguments:
         for name in getattr(argument, "_fields", ()):
             for dim in _SYMBOLIC.get(name, ()):
-                _mark(getattr(argument, name), dim)
+                if not few or name.rpartition("_")[2][dim] != "T":
+                    _mark(getattr(argument, name), dim)
 
 
 def _mark(tensor: Tensor | None, dim: int) -> None:
