@@ -21,7 +21,8 @@ class Completion:
     """What one prompt gave.
 
     token_ids are all generated tokens, the end-of-sequence token or the tokens of a stop string included; text has
-    neither, and is None without a tokenizer. finish_reason is "stop" (a stop string), "length" or "eos".
+    neither, and is None without a tokenizer. finish_reason is "stop" (a stop string), "length" or "eos". drafted counts
+    the draft tokens that were proposed, accepted those among token_ids; both are 0 without speculation.
     """
 
     text: str | None
@@ -29,6 +30,8 @@ class Completion:
     finish_reason: str
     prompt_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class Row:
             finish_reason=self.finish_reason,
             prompt_token_ids=tuple(self.prompt_ids),
             logprobs=logprobs,
+            drafted=sum(token.drafted for token in self.tokens),
+            accepted=sum(token.accepted for token in self.tokens),
         )
 
 

@@ -35,6 +35,7 @@ USUAL: Mapping[str, Any] = {
     "stop": None,
     "ignore_eos": False,
     "logprobs": None,
+    "speculate": 0,
 }
 
 

@@ -20,10 +20,9 @@ from .batches import Token as Token
 from .batches import batch_capacity as batch_capacity
 from .batches import new_state as new_state
 from .capture import DirectMachine, GraphMachine, Machine
-from .drafting import MOST_TRIED
 from .model import Model
 from .options import Options
-from .speculation import SpeculativeBatch, room_for
+from .speculation import SpeculativeBatch
 from .states import State as Origin
 from .states import copy_state_
 
@@ -183,10 +182,9 @@ def _open_batch(
     model: Model, steps: Steps, rows: int, tokens: int, options: Options, machine: Machine, /
 ) -> Batch | SpeculativeBatch:
     """Take the batch that was kept, if it is of this kind and has room, or make one."""
-    adapts = options.speculate == "auto"
-    most = MOST_TRIED if options.speculate == "auto" else options.speculate
+    most, adapts = options.most_drafts, options.speculate == "auto"
     kind = Kind(type(machine), rows, Choice.of(options), most, adapts)
-    tokens += room_for(most) if most else 0
+    tokens += options.draft_room
 
     def fits(kept: Batch | SpeculativeBatch) -> bool:
         same = kept.params is model.params and kept.steps is steps and kept.kind == kind

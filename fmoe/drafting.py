@@ -29,8 +29,6 @@ from .pace import Pace
 from .planning import prepare_layout
 from .random_weights import Weights, load_random, open_config
 
-MOST_TRIED = 3  # of those that "auto" tries
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DraftHead:

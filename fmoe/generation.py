@@ -1,7 +1,9 @@
 """What users call: generate, stream, stream_tokens, logits, score."""
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +19,11 @@ from .cache_size import check_room, choose_batch_size
 from .completion import Completion, Row, StreamedToken, shown_logprobs
 from .decoding import PREFILL_CHUNK, SCORE_CHUNK, Keep, compute_head, decode_batch, explain_nan, new_state, run
 from .model import Model, check_progress, choose_steps
-from .options import Options, is_integer, resolve_options
+from .options import Options, Speculate, is_integer, resolve_options
 from .prompts import Prompt, encode_prompt, split_prompts, stack_ids
 from .states import State, check_state
 
+LOG = logging.getLogger("fmoe")
 BATCH_SIZE = 16
 
 
@@ -39,6 +42,7 @@ def generate(
     stop: str | Sequence[str] | None = None,
     ignore_eos: bool = False,
     logprobs: int | None = None,
+    speculate: Speculate = 0,
     batch_size: int | None = None,
     progress: bool | None = None,
 ) -> list[Completion]:
@@ -61,6 +65,9 @@ def generate(
         stop: strings that end a text; they are not part of it.
         ignore_eos: go on after end-of-sequence tokens.
         logprobs: n gives each token's own log-probability and the n largest; None gives none.
+        speculate: tokens that the model's own draft (MTP) layer drafts for each step, which verifies them all at once;
+            the tokens are those of 0, which is off, and come faster where many drafts are right. "auto" takes as many
+            as the steps so far show to be fastest, none where the model has no draft layer.
         batch_size: prompts that run together; None takes 16, or as many as the free memory holds.
         progress: a bar of tokens on standard error; None shows it on a terminal for work of over two seconds.
 
@@ -68,8 +75,8 @@ def generate(
         One Completion per prompt, in their order.
 
     Raises:
-        ValueError: a prompt, the state or an argument cannot be used, or the caches do not fit into memory; nothing
-            was generated.
+        ValueError: a prompt, the state or an argument cannot be used, the caches do not fit into memory, or the
+            checkpoint has no draft layer to speculate with; nothing was generated.
         RuntimeError: the model's logits held NaN or infinity; the message names the layer.
     """
     check_model(model, "generate")
@@ -85,6 +92,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        speculate=speculate,
     )
     if batch_size is not None and (not is_integer(batch_size) or batch_size < 1):
         raise ValueError(f"batch_size={batch_size!r} must be None or an int >= 1")
@@ -116,7 +124,22 @@ def resolve(model: Model, *, ignore_eos: bool, **options: Any) -> Options:
     )
     if resolved.stop and model.text is None:
         raise ValueError(f"stop={list(resolved.stop)} needs text, but {model.folder} has no tokenizer.json; drop it")
-    return resolved
+    return replace(resolved, speculate=find_drafts(model, resolved.speculate))
+
+
+def find_drafts(model: Model, speculate: Speculate, /) -> Speculate:
+    """Read the draft head where it is asked for; "auto" goes without where there is none, and says so."""
+    if not speculate:
+        return 0
+    try:
+        with undisturbed(model):
+            model.drafts.get()
+    except ValueError as error:
+        if speculate != "auto":
+            raise
+        LOG.info("speculate: off (%s)", error)
+        return 0
+    return speculate
 
 
 def _run_rows(
@@ -129,7 +152,8 @@ def _run_rows(
     progress: bool | None,
 ) -> None:
     """Finish every row, batch by batch, with a bar of tokens."""
-    lengths = [len(row.prompt_ids) + options.max_new_tokens for row in rows]
+    more = options.max_new_tokens + options.draft_room
+    lengths = [len(row.prompt_ids) + more for row in rows]
     steps = choose_steps(model, sum(lengths) - len(rows) * (len(origin) if origin is not None else 0))
     size = choose_batch_size(model, steps, lengths, batch_size=batch_size, usual=BATCH_SIZE)
     bar = tqdm(
@@ -180,6 +204,7 @@ def stream(
     seed: int = 0,
     stop: str | Sequence[str] | None = None,
     ignore_eos: bool = False,
+    speculate: Speculate = 0,
 ) -> Iterator[str]:
     """Continue one prompt, or a state, and give its text piece by piece; the pieces join to ``generate``'s text.
 
@@ -205,6 +230,7 @@ def stream(
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
+        speculate=speculate,
     )
     return (token.text for token in tokens if token.text)
 
@@ -224,6 +250,7 @@ def stream_tokens(
     stop: str | Sequence[str] | None = None,
     ignore_eos: bool = False,
     logprobs: int | None = None,
+    speculate: Speculate = 0,
 ) -> Iterator[StreamedToken]:
     """Continue one prompt and give its tokens one by one; ids, texts and logprobs join to ``generate``'s Completion.
 
@@ -243,11 +270,12 @@ def stream_tokens(
         stop=stop,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        speculate=speculate,
     )
     seen = _check_origin(model, state)
     ids = encode_prompt(model, prompt, max_new_tokens=max_new_tokens, seen=seen)
     steps = choose_steps(model, len(ids) - len(seen or ()) + options.max_new_tokens)
-    check_room(model, steps, 1, len(ids) + options.max_new_tokens)
+    check_room(model, steps, 1, len(ids) + options.max_new_tokens + options.draft_room)
     return stream_row(model, steps, Row(model, ids, options), origin=state)
 
 

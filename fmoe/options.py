@@ -10,7 +10,10 @@ from fmoe.functional.sampling import check_sampling
 
 from .text import Text, eos_token_ids
 
-MOST_DRAFTS = 8
+Speculate = int | Literal["auto"]
+
+MOST_DRAFTS = 8  # of a step
+MOST_TRIED = 3  # of those that "auto" tries
 _NUMBERS = MappingProxyType(
     {"temperature": Real, "top_p": Real, "top_k": Integral, "min_p": Real, "repetition_penalty": Real}
 )
@@ -42,7 +45,17 @@ class Options:
     stop: tuple[str, ...]
     eos_ids: tuple[int, ...]  # empty where EOS is ignored
     logprobs: int | None
-    speculate: int | Literal["auto"] = 0  # drafts of a step; "auto" is as many as pays
+    speculate: Speculate = 0  # drafts of a step; "auto" is as many as pays
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of the longest step."""
+        return MOST_TRIED if self.speculate == "auto" else self.speculate
+
+    @property
+    def draft_room(self) -> int:
+        """Positions behind a row's last token that its drafts take in the caches."""
+        return 2 * (self.most_drafts + 1) if self.most_drafts else 0
 
 
 def is_integer(value: object, /) -> bool:
@@ -50,11 +63,11 @@ def is_integer(value: object, /) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_speculate(speculate: int | str, /) -> int | Literal["auto"]:
+def check_speculate(speculate: Any, /) -> Speculate:
     """Raise ValueError unless this is what generate takes."""
-    if speculate == "auto":
+    if isinstance(speculate, str) and speculate == "auto":
         return "auto"
-    if isinstance(speculate, str) or not is_integer(speculate) or not 0 <= speculate <= MOST_DRAFTS:
+    if not is_integer(speculate) or not 0 <= speculate <= MOST_DRAFTS:
         raise ValueError(f"speculate={speculate!r} must be 'auto' or an int in 0..{MOST_DRAFTS} (drafts of a step)")
     return int(speculate)
 
@@ -105,7 +118,7 @@ def resolve_options(
     stop: str | Sequence[str] | None,
     ignore_eos: bool,
     logprobs: int | None,
-    speculate: int | str = 0,
+    speculate: Speculate = 0,
 ) -> Options:
     """Put arguments over defaults and check them.
 

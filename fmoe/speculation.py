@@ -334,8 +334,3 @@ class SpeculativeBatch:
         stream = run_layers(tokens_B1, params, self.state, base.decoder, steps.layers, slots=slots, start=start)
         _, outputs = self._verify(stream, self.drafts_BN[:, :0])
         return (outputs[0], *outputs[2:])
-
-
-def room_for(most: int, /) -> int:
-    """Count the positions that drafts take behind a row's last token."""
-    return 2 * (most + 1)
