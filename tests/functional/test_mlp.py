@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fmoe.functional.mlp import MLPParams, mlp_layer, swiglu
+from fmoe.functional.mlp import SWIGLU, Activation, MLPParams, activate, mlp_layer, swiglu
 
 D, F = 6, 9
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -52,6 +52,44 @@ def test_swiglu_saturates():
     y = swiglu(torch.tensor([[-100.0, 100.0, 0.0, 2.0, 3.0, 5.0]]))
 
     assert y.tolist() == [[pytest.approx(0.0, abs=1e-30), 300.0, 0.0]]
+
+
+def activate_by_loop(row, alpha, limit, shift):
+    half, out = len(row) // 2, []
+    for gate, up in zip(row[:half], row[half:], strict=True):
+        gate, up = min(gate, limit), max(min(up, limit), -limit)
+        out.append((up + shift) * gate / (1 + math.exp(-alpha * gate)))
+    return out
+
+
+@cases
+def test_activate(shape, dtype, mode, rng):
+    x = (torch.randn(*shape, 2 * F, generator=rng) * 2).to(dtype)
+    fn = in_mode(activate, mode)
+    for alpha, limit, shift in ((1.702, 1.5, 1.0), (0.5, math.inf, 0.0), (1.0, 0.3, 0.0), (1.0, math.inf, 1.0)):
+        activation = Activation(alpha, None if limit == math.inf else limit, shift)
+        assert not activation.is_plain
+        y = fn(x, activation)
+        rows = [activate_by_loop(row, alpha, limit, shift) for row in x.double().reshape(-1, 2 * F).tolist()]
+        assert_near(y, rows, (*shape, F), dtype)
+
+
+def test_the_default_activation_is_swiglu(rng):
+    x = torch.randn(3, 2 * F, generator=rng)
+    assert Activation() == SWIGLU and SWIGLU.is_plain
+    assert torch.equal(activate(x, SWIGLU), swiglu(x))
+
+
+def test_the_clamps_are_one_sided_for_the_gate():
+    y = activate(torch.tensor([-50.0, 50.0, 2.0, 9.0, -9.0, 0.5]), Activation(limit=3.0, shift=1.0))
+    expected = [-50 * 4 / (1 + math.exp(50)), 3 * -2 / (1 + math.exp(-3)), 2 * 1.5 / (1 + math.exp(-2))]
+    assert y.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
+def test_a_limit_that_leaves_nothing_is_refused(limit):
+    with pytest.raises(ValueError, match=f"limit={limit} of the activation must be above 0, or None for no clamp"):
+        Activation(limit=limit)
 
 
 @cases

@@ -321,6 +321,10 @@ def test_router_logits(dtype, float32, mode, rng):
     assert logits_TE.dtype == (torch.float32 if float32 else dtype)
     tolerance = 1e-5 if logits_TE.dtype == torch.float32 else 2**-7
     assert_close(logits_TE.float(), exact_TE, rtol=tolerance, atol=tolerance)
+    bias_E = torch.randn(7, generator=rng).to(dtype)
+    biased_TE = in_mode(router_logits, mode)(x_TD, w_ED, bias_E, float32=float32)
+    assert biased_TE.dtype == logits_TE.dtype
+    assert_close(biased_TE.float(), exact_TE + bias_E.float(), rtol=tolerance, atol=2 * tolerance)
 
 
 @pytest.mark.parametrize("mode", MODES)
