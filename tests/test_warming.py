@@ -34,7 +34,7 @@ def runs(monkeypatch, tmp_path):
 
     monkeypatch.setattr(warming, "generate", note)
     monkeypatch.setattr(
-        torch.compiler, "save_cache_artifacts", lambda: (b"graphs", SimpleNamespace(artifacts={"inductor": ["a", "b"]}))
+        torch.compiler, "save_cache_artifacts", lambda: (b"graphs", SimpleNamespace(inductor_artifacts=["a", "b"]))
     )
     return noted
 

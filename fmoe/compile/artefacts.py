@@ -136,7 +136,7 @@ def save_artefacts(file: Path, identity: Mapping[str, str], /) -> tuple[int, int
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES and TORCHINDUCTOR_FX_GRAPH_CACHE"
         )
     content, info = saved
-    graphs = info.artifacts.get("inductor", [])
+    graphs = list(info.inductor_artifacts)
     keys = "\n".join(sorted(graphs)).encode()
     digest = hashlib.sha256(keys).hexdigest()[:16]
     kernels = pack_triton(triton_folder(file))
