@@ -131,6 +131,7 @@ class ExpertNames(NamedTuple):
     shared: str = "shared_expert"
     shared_gate: str | None = None
     bias: str | None = None
+    bias_is_row: bool = False  # the bias is stored as [1, E]
 
 
 def expert_stacks(
@@ -176,7 +177,9 @@ def moe_params(
     w_gate_up_EPD, w_down_EDF = expert_stacks(fill, prefix, router, shared, width, hidden, names)
     bias_E = None
     if names.bias is not None:
-        bias_E = plain(fill, f"{prefix}.{names.bias}", (router.num_experts,), dtype=torch.float32)
+        shape = (1, router.num_experts) if names.bias_is_row else (router.num_experts,)
+        bias = Piece(f"{prefix}.{names.bias}", shape, take=torch.flatten)
+        bias_E = fill((router.num_experts,), [bias], dtype=torch.float32)
     apart = None
     if not shared.width and f"{prefix}.{names.shared}.down_proj.weight" in fill.names:
         # a shared expert of width 0 is stored too: its tensors must have that shape, and nothing of them is kept

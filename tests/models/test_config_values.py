@@ -142,11 +142,33 @@ HUNYUAN = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+ERNIE = {
+    "moe_num_experts": 8,
+    "num_experts": 8,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "moe_norm_min": 1e-12,
+    "use_bias": False,
+    "moe_gate_act": "softmax",
+    "moe_use_aux_free": True,
+    "moe_norm_gate_logits": True,
+}
+FIVE = {
+    "mlp_only_layers": [],
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+}
 FAMILIES = {
     "mixtral": COMMON | {"num_local_experts": 8, "head_dim": 8, "sliding_window": 16},
     "qwen2_moe": QWEN,
     "qwen3_moe": QWEN,
     "qwen3_next": QWEN | NEXT,
+    "qwen3_5_moe_text": QWEN | NEXT | FIVE,
     "deepseek_v2": DEEPSEEK | V2,
     "deepseek_v3": DEEPSEEK | V3,
     "glm4_moe": COMMON | ROUTED | V3 | GLM,
@@ -154,6 +176,8 @@ FAMILIES = {
     "dots1": COMMON | ROUTED | V3 | DOTS,
     "granitemoeshared": COMMON | GRANITE,
     "hunyuan_v1_moe": COMMON | HUNYUAN,
+    "ernie4_5_moe": COMMON | ERNIE,
+    "olmoe": COMMON | {"num_experts": 8, "norm_topk_prob": False, "clip_qkv": 8.0},
 }
 
 
@@ -223,17 +247,22 @@ def test_what_no_model_has_is_refused(name, value):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_zero_is_refused_where_it_makes_no_sense(name):
     raw = FAMILIES[name] | {"model_type": name}
-    meaningful = {"rms_norm_eps", "first_k_dense_replace", "num_experts", "shared_expert_intermediate_size", "mscale"}
+    meaningful = {"rms_norm_eps", "first_k_dense_replace", "shared_expert_intermediate_size", "mscale"}
     meaningful |= {
         "shared_intermediate_size",
         "n_shared_experts",
         "num_nextn_predict_layers",
         "num_mtp_layers",
         "max_window_layers",
+        "moe_num_shared_experts",
+        "moe_layer_start_index",
+        "moe_layer_end_index",
+        "moe_norm_min",
     }
-    meaningful -= {"num_experts"} if name == "hunyuan_v1_moe" else set()  # all of its layers have experts
+    meaningful |= {"num_experts"} if name in ("qwen2_moe", "qwen3_moe", "qwen3_next") else set()  # may all be dense
     unread = {"rope_theta"}  # rope_parameters has its own
-    unread |= {"sliding_window"} if name == "qwen3_next" else set()
+    unread |= {"sliding_window"} if name in ("qwen3_next", "qwen3_5_moe_text") else set()
+    unread |= {"intermediate_size"} if name == "qwen3_5_moe_text" else set()  # no layer is dense
     unread |= {"partial_rotary_factor"} if name.startswith("deepseek") else set()
     numbers = [key for key, value in raw.items() if type(value) in (int, float)]
     for key in sorted({*numbers} - meaningful - unread):
