@@ -19,7 +19,7 @@ from .architectures import FamilyConfig, Params
 from .loading import named_tensors
 
 PARTS = ("MoE", "DeltaNet", "attention", "head", "rest")
-STACKS = ("w_gate_up_EPD", "w_down_EDF")
+STACKS = ("w_gate_up_EPD", "w_down_EDF", "biases")
 WINDOWED = "sliding_attention"  # layer kind that sees the window only
 
 

@@ -31,7 +31,7 @@ USUAL_TOKENS = 4096
 PARTS = ("embedding", "head", "mixers", "dense MLPs", "routers", "routed experts", "shared experts", "norms")
 META = torch.device("meta")
 EXPERT_FIELDS = ("compute_experts", "compute_experts_decode")
-ROUTER_FIELDS = ("w_router_ED", "bias_E")
+ROUTER_FIELDS = ("w_router_ED", "bias_E", "bias_logits_E")
 
 T = TypeVar("T")
 

@@ -288,7 +288,8 @@ def _choose_kernels(
     compiled: bool,
 ) -> Kernels:
     kernels = choose(device, compiled=compiled, plans=plans, decision=decision)
-    return _keep_delta_reference(add_decode_kernels(kernels, device, dtype, decision.requested), config)
+    kernels = add_decode_kernels(kernels, device, dtype, decision.requested, sinks=decision.sinks)
+    return _keep_delta_reference(kernels, config)
 
 
 def _make_steps(

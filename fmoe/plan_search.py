@@ -162,6 +162,9 @@ def search_plans(
     tables = read_tables(described)
     allowed = {key: list_allowed(key, device, requested=requested) for key in keys}
     weights = find_weights(params, router, keys)
+    for key in keys:
+        if key.variant:
+            LOG.info("not tuned: %s (functions alone run it, by rule)", key)
     tasks = _list_tasks([key for key in keys if key in weights], described, allowed, tables, search)
     found: dict[Key, dict[int, Entry]] = {}
     if tasks:

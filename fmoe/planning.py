@@ -17,6 +17,8 @@ from fmoe.compile.plan import Key, Plan, describe_choice, linear_key, make_plan,
 from fmoe.compile.plan_tables import read_tables
 from fmoe.compile.probing import SelfTest, probe
 from fmoe.compile.select import Decision, Requested, connect_aiter, decide, list_allowed
+from fmoe.compile.variants import describe_variant
+from fmoe.functional.mlp import SWIGLU
 from fmoe.functional.moe import MoEParams
 from fmoe.functional.quant import Fp8, Weight, weight_dtype, weight_shape
 
@@ -43,7 +45,8 @@ def list_keys(params: Params, config: FamilyConfig, /) -> list[Key]:
             rows, (stacked, hidden, width) = layer.mlp.w_router_ED.shape[0], weight_shape(layer.mlp.w_down_EDF)
             experts = router.num_experts
             sizes = (experts, router.top_k, stacked - experts, rows - experts, hidden, width)
-            keys[moe_key(*sizes, weight_dtype(layer.mlp.w_down_EDF))] = None
+            variant = describe_variant(layer.mlp, getattr(config, "activation", SWIGLU))
+            keys[moe_key(*sizes, weight_dtype(layer.mlp.w_down_EDF), variant=variant)] = None
         for weights in _find_projections(layer):
             rows, columns = weight_shape(weights)
             keys[linear_key(rows, columns, weight_dtype(weights))] = None
@@ -67,16 +70,17 @@ def _find_projections(values: object) -> Iterable[Weight]:
 def decide_for(
     params: Params, config: FamilyConfig, capabilities: Capabilities, /, *, requested: Requested
 ) -> Decision:
-    """Decide what would run a model's MoE layers on a machine of these capabilities; the errors are ``decide``'s."""
+    """Decide what would run a model's layers on a machine of these capabilities; the errors are ``decide``'s."""
     key = next((key for key in list_keys(params, config) if key.operator == "moe"), None)
     biased = any(isinstance(layer.mlp, MoEParams) and layer.mlp.bias_E is not None for layer in params.layers)
-    return decide(key, config.router, biased=biased, capabilities=capabilities, requested=requested)
+    sinks = any(getattr(layer.mixer, "sinks_H", None) is not None for layer in params.layers)
+    return decide(key, config.router, biased=biased, capabilities=capabilities, requested=requested, sinks=sinks)
 
 
 def decide_kernels(
     params: Params, /, *, config: FamilyConfig, device: torch.device, requested: Requested, progress: bool | None = None
 ) -> Decision:
-    """Decide what runs a model's MoE layers here, and with "auto" log it; AITER is imported where it is taken.
+    """Decide what runs a model's layers here, and with "auto" log it; AITER is imported where it is taken.
 
     Args:
         params: the model's, which may be on the meta device.

@@ -20,7 +20,9 @@ MOST_CHANNELS = 16384  # of a row that one program normalises
 MOST_ROWS = 16  # that one launch of the head takes
 
 
-def add_decode_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtype, requested: str, /) -> Kernels:
+def add_decode_kernels(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, requested: str, /, *, sinks: bool = False
+) -> Kernels:
     """Put Triton's kernels for T = 1 in the place of the references, wherever they run.
 
     Args:
@@ -28,6 +30,7 @@ def add_decode_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtyp
         device: where the parameters are.
         dtype: of the model.
         requested: kernels asked for by name, or ``auto``; on a CPU, where Triton interprets, only ``triton`` does.
+        sinks: the attention has sinks, which its kernels do not read.
 
     Returns:
         Kernels.
@@ -35,10 +38,10 @@ def add_decode_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtyp
     unwanted = requested == "reference" or (device.type == "cpu" and requested != "triton")
     if unwanted or dtype not in DTYPES or not probe_triton(device).can_run:
         return kernels
+    if not sinks:
+        kernels = replace(kernels, attend_step=attend_step_op_, attend_lengths=attend_lengths_op)
     return replace(
         kernels,
-        attend_step=attend_step_op_,
-        attend_lengths=attend_lengths_op,
         delta_decode=delta_decode_op,
         add_norm=add_norm_single,
         choose_tokens=choose_tokens_any,

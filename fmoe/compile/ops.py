@@ -17,11 +17,13 @@ from torch import Tensor
 
 from fmoe.functional.deltanet import delta_chunked
 from fmoe.functional.experts import (
+    ExpertBiases,
     compute_experts_dense,
     compute_experts_grouped,
     compute_experts_loop,
     compute_experts_per_slot,
 )
+from fmoe.functional.mlp import SWIGLU, Activation
 from fmoe.functional.moe import MoEParams, route_and_compute
 from fmoe.functional.quant import Fp8, Weight, weight_dtype, weight_shape
 from fmoe.functional.routing import GroupScore, RouterConfig, Routing, Scoring
@@ -38,6 +40,7 @@ from .plan import (
     select_implementation,
 )
 from .settings import settings_from_ints
+from .variants import activation_from_numbers, activation_to_numbers
 
 if find_spec("triton"):
     from .kernels import compute_experts_kernels, run_moe_layer, run_moe_layer_apart
@@ -45,7 +48,8 @@ if find_spec("triton"):
 LIBRARY = torch.library.Library("fmoe", "DEF")
 LIBRARY.define(
     "experts(Tensor x, Tensor weights, Tensor experts, Tensor w_gate_up, Tensor w_down, int[] plan, int slots, "
-    "Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor"
+    "Tensor? gate_up_scale=None, Tensor? down_scale=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, "
+    "float[] activation=[]) -> Tensor"
 )
 LIBRARY.define(
     "moe(Tensor x, Tensor w_router, Tensor? bias, Tensor w_gate_up, Tensor w_down, int[] rule, float[] scales, "
@@ -98,27 +102,48 @@ def split_scale(w: Weight, /) -> tuple[Tensor, Tensor | None]:
 
 
 def compute_experts_planned(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /, *, plans: Plans = ()
+    x_TD: Tensor,
+    routing: Routing,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    biases: ExpertBiases | None = None,
+    /,
+    *,
+    plans: Plans = (),
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """Run the function of functional/experts.py that a plan names for this number of tokens.
 
     Args:
+        biases, activation: as in ``compute_experts_grouped``.
         plans: of the model's layers; without one, or with one that names kernels, the rule chooses.
 
     Returns:
         A tensor like x; the formula of ``compute_experts_grouped``.
     """
-    return _run_function(x_TD, routing, w_gate_up_EPD, w_down_EDF, find_plan(plans, w_down_EDF))
+    plan = find_plan(plans, w_down_EDF)
+    return _run_function(x_TD, routing, w_gate_up_EPD, w_down_EDF, biases, plan=plan, activation=activation)
 
 
 def _run_function(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /, plan: Sequence[int]
+    x_TD: Tensor,
+    routing: Routing,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    biases: ExpertBiases | None = None,
+    /,
+    *,
+    plan: Sequence[int],
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     tokens, chosen = routing.experts_TK.shape
     name = select_implementation(plan, tokens)[0] if plan else ""
     if name not in FUNCTIONS:
         name = default_function(tokens, chosen, weight_shape(w_down_EDF)[0]) if x_TD.device.type == "cpu" else "grouped"
-    return FUNCTIONS[name](x_TD, routing, w_gate_up_EPD, w_down_EDF)
+    stacks = w_gate_up_EPD, w_down_EDF
+    if biases is None and activation.is_plain:
+        return FUNCTIONS[name](x_TD, routing, *stacks)
+    return FUNCTIONS[name](x_TD, routing, *stacks, biases, activation=activation)
 
 
 def _experts(
@@ -131,15 +156,20 @@ def _experts(
     slots: int,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Sequence[float] = (),
 ) -> Tensor:
     routing = Routing(weights, experts)
     gate_up, down = join_scale(w_gate_up, gate_up_scale), join_scale(w_down, down_scale)
-    if plan:
+    biases = None if gate_up_bias is None or down_bias is None else ExpertBiases(gate_up_bias, down_bias)
+    if plan and biases is None and not activation:
         name, values = select_implementation(plan, x.shape[0])
         if name in ("triton", "apart", "beside"):
             settings = settings_from_ints(values)
             return compute_experts_kernels(x, routing, gate_up, down, settings, slots=slots)
-    return _run_function(x, routing, gate_up, down, plan)
+    described = activation_from_numbers(tuple(activation))
+    return _run_function(x, routing, gate_up, down, biases, plan=plan, activation=described)
 
 
 def _experts_fake(
@@ -152,6 +182,9 @@ def _experts_fake(
     slots: int,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Sequence[float] = (),
 ) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -165,14 +198,17 @@ def compute_experts_op(
     routing: Routing,
     w_gate_up_EPD: Weight,
     w_down_EDF: Weight,
+    biases: ExpertBiases | None = None,
     /,
     *,
     plans: Plans = (),
     slots: int = 0,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """Expert compute behind ``fmoe::experts``: free to look at the ids, traceable in every dtype.
 
     Args:
+        biases, activation: as in ``compute_experts_grouped``; no kernel reads them, so functions run with them.
         plans: of the model's layers; a layer that none is of runs by rule.
         slots: S, where the last columns of the routing are shared slots; 0 is right too.
 
@@ -181,21 +217,34 @@ def compute_experts_op(
     """
     plan = list(find_plan(plans, w_down_EDF))
     (w_gate_up, gate_up_scale), (w_down, down_scale) = split_scale(w_gate_up_EPD), split_scale(w_down_EDF)
-    y_TD: Tensor = torch.ops.fmoe.experts(x_TD, *routing, w_gate_up, w_down, plan, slots, gate_up_scale, down_scale)
+    numbers = activation_to_numbers(activation)
+    added = () if biases is None and activation.is_plain else (*(biases or (None, None)), numbers)
+    y_TD: Tensor = torch.ops.fmoe.experts(
+        x_TD, *routing, w_gate_up, w_down, plan, slots, gate_up_scale, down_scale, *added
+    )
     return y_TD
 
 
 def compute_experts_few(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, /, *, plans: Plans = ()
+    x_TD: Tensor,
+    routing: Routing,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    biases: ExpertBiases | None = None,
+    /,
+    *,
+    plans: Plans = (),
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """Decode inside a graph: the compiler fuses the gather of each row's matrices with the product.
 
     Returns:
         A tensor like x; the formula of ``compute_experts_grouped``.
     """
+    stacks = w_gate_up_EPD, w_down_EDF
     if x_TD.shape[0] <= SLOT_TOKENS:
-        return compute_experts_per_slot(x_TD, routing, w_gate_up_EPD, w_down_EDF)
-    return compute_experts_op(x_TD, routing, w_gate_up_EPD, w_down_EDF, plans=plans)
+        return compute_experts_per_slot(x_TD, routing, *stacks, biases, activation=activation)
+    return compute_experts_op(x_TD, routing, *stacks, biases, plans=plans, activation=activation)
 
 
 def rule_to_numbers(config: RouterConfig, /) -> tuple[list[int], list[float]]:

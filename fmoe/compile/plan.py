@@ -48,16 +48,19 @@ class Key:
 
     sizes: of "moe" E, K, S, gate rows, D, F; of "linear" output rows, D.
     dtype: of the weights; float8_e4m3fn are those in FP8 blocks, whatever x has.
+    variant: of "moe", what its experts are that those of kernels are not, such as "biased"; mostly nothing.
     """
 
     operator: Operator
     sizes: tuple[int, ...]
     dtype: str
+    variant: str = ""
 
     def __str__(self) -> str:
         """Write it for a table and for people."""
         names = ("E", "K", "S", "G", "D", "F") if self.operator == "moe" else ("N", "D")
-        return f"{self.operator} {' '.join(f'{n}{v}' for n, v in zip(names, self.sizes, strict=True))} {self.dtype}"
+        sizes = " ".join(f"{n}{v}" for n, v in zip(names, self.sizes, strict=True))
+        return f"{self.operator} {sizes} {self.dtype} {self.variant}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +106,19 @@ class Plan:
 
 
 def moe_key(
-    experts: int, top_k: int, slots: int, gate_rows: int, hidden: int, width: int, dtype: torch.dtype, /
+    experts: int,
+    top_k: int,
+    slots: int,
+    gate_rows: int,
+    hidden: int,
+    width: int,
+    dtype: torch.dtype,
+    /,
+    *,
+    variant: str = "",
 ) -> Key:
     """Name a mixture-of-experts layer."""
-    return Key("moe", (experts, top_k, slots, gate_rows, hidden, width), str(dtype).removeprefix("torch."))
+    return Key("moe", (experts, top_k, slots, gate_rows, hidden, width), str(dtype).removeprefix("torch."), variant)
 
 
 def linear_key(rows: int, hidden: int, dtype: torch.dtype, /) -> Key:
@@ -224,7 +236,8 @@ def default_choice(
         dtype: torch.dtype = getattr(torch, key.dtype)
         settings = default_settings(tokens, experts, top_k, slots, hidden, width, dtype, target=target)
         return "triton", tuple(settings_to_ints(settings))
-    wanted = default_function(tokens, top_k + slots, experts + slots)
+    # On a GPU one by one waits for the host, and densely reads all experts.
+    wanted = default_function(tokens, top_k + slots, experts + slots) if device.kind == "cpu" else "grouped"
     return (wanted if wanted in allowed else allowed[-1]), ()
 
 

@@ -40,6 +40,8 @@ from .probing import probe_triton
 Requested = Literal["auto", "reference", "triton", "aiter"]
 Kind = Literal["reference", "triton", "aiter"]
 
+NO_SINKS = "no kernel of attention has sinks"
+
 # Dtypes that the Triton kernels read. FP8 is kept at loading only where a device has it.
 KERNEL_DTYPES = ("bfloat16", "float16", "float32", FP8)
 
@@ -53,6 +55,7 @@ class Decision:
     record: the AITER of either.
     gate_rows: rows that the shared experts' gate gets in the router; 0 leaves them as they are.
     lines: what to tell the user, one line for each operator.
+    sinks: the attention has sinks, so that references run it.
     """
 
     requested: Requested = "auto"
@@ -61,6 +64,7 @@ class Decision:
     record: AiterRecord | None = None
     gate_rows: int = 0
     lines: tuple[str, ...] = ()
+    sinks: bool = False
 
 
 def check_requested(requested: str, /) -> None:
@@ -75,9 +79,16 @@ def delta_prefill_op(projected_BTN: Tensor, cache: DeltaCache, params: DeltaPara
 
 
 def decide(
-    key: Key | None, router: RouterConfig, /, *, biased: bool, capabilities: Capabilities, requested: Requested
+    key: Key | None,
+    router: RouterConfig,
+    /,
+    *,
+    biased: bool,
+    capabilities: Capabilities,
+    requested: Requested,
+    sinks: bool = False,
 ) -> Decision:
-    """Decide what runs the MoE layers of a model. Pure.
+    """Decide what runs the MoE layers of a model, and whether kernels run its attention. Pure.
 
     AITER is taken before Triton where it can compute the experts; what it cannot route, the reference does. Triton
     on a CPU, where it is interpreted, has to be asked for.
@@ -88,6 +99,7 @@ def decide(
         biased: they have a correction bias.
         capabilities: of the machine.
         requested: kernels asked for by name.
+        sinks: its attention has sinks.
 
     Returns:
         Decision.
@@ -95,6 +107,17 @@ def decide(
     Raises:
         RuntimeError: what is asked for by name cannot run; the message says why.
     """
+    decision = _decide_experts(key, router, biased, capabilities, requested)
+    if not sinks:
+        return decision
+    if requested == "triton":
+        raise RuntimeError(f"kernels='triton' cannot run here: {NO_SINKS}; use kernels='auto'")
+    return replace(decision, sinks=True, lines=(*decision.lines, f"attention: reference ({NO_SINKS})"))
+
+
+def _decide_experts(
+    key: Key | None, router: RouterConfig, biased: bool, capabilities: Capabilities, requested: Requested
+) -> Decision:
     without_triton = why_not_triton(key, capabilities.triton)
     if requested == "triton" and without_triton:
         raise RuntimeError(f"kernels='triton' cannot run here: {without_triton}; use kernels='auto'")
@@ -126,6 +149,8 @@ def why_not_triton(key: Key | None, triton: Availability, /) -> str:
         return triton.reason
     if key is not None and key.dtype not in KERNEL_DTYPES:
         return f"no Triton kernel reads {key.dtype}; use bfloat16, float16 or float32"
+    if key is not None and key.variant:
+        return f"no Triton kernel computes {key.variant} experts"
     return ""
 
 
@@ -133,6 +158,9 @@ def _ask_aiter(key: Key, router: RouterConfig, biased: bool, record: AiterRecord
     """Say why AITER cannot compute the experts, or ""; whether it can route, and how or why not."""
     if not record.present:
         return record.reason, False, record.reason
+    if key.variant:
+        reason = f"AITER is not asked to compute {key.variant} experts"
+        return reason, False, reason
     _, top_k, slots, _, hidden, _ = key.sizes
     dtype: torch.dtype = getattr(torch, key.dtype)
     computes, reason = can_compute(record, columns=top_k + slots, hidden_size=hidden, dtype=dtype)
