@@ -1,4 +1,4 @@
-"""models/ernie4_5_moe.py against transformers, on re-randomised tiny models that go through save_pretrained and load."""
+"""models/ernie4_5_moe.py against transformers, on re-randomised tiny models that went through save_pretrained."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_compiled_equals_eager_and_never_compiles_again(model):
 
 
 def test_the_reference_has_biases_that_change_the_choice(variant, reference):
-    """They are buffers of order 1 against scores of 1/7: a choice without them would be another one."""
+    """Of the order of the scores, so that a choice without them would be another one."""
     stored = load_file(reference.folder / FILE)
     for i in SPARSE[variant]:
         bias = stored[f"model.layers.{i}.{BIAS}"]
