@@ -69,7 +69,7 @@ def describe_family(architecture, raw, folder):
         shared = "yes"
     else:
         shared = "no" if any(group.shared_width for group in groups) else "none shared"
-    drafts = hasattr(architecture, "build_drafts") and "speculate" in signature(fmoe.load).parameters
+    drafts = hasattr(architecture, "build_drafts") and "speculate" in signature(fmoe.generate).parameters
     return "yes", shared, "yes" if drafts else "no"
 
 
