@@ -13,6 +13,7 @@ from .settings import Target
 # Programs that keep a large GPU busy; fewer leave part of the memory's rate unused.
 PROGRAMS = 256
 MOST_SPLITS = 128
+MANY_SLOTS = 4096  # from which on larger blocks of slots read faster than more programs do
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def default_attend_settings(
         AttendSettings.
     """
     wide, rows = dtype.itemsize > 2, 16
-    block = 64 if size <= 256 else 32
+    block = 64 if size <= 256 and slots > MANY_SLOTS else 32
     if target == "hip":
         block = 32 if size <= 128 else 16
     if wide:

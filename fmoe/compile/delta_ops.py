@@ -14,13 +14,13 @@ from torch import Tensor
 from fmoe.functional.cache import DeltaCache
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams
 
-from .device import target_of
 from .delta_settings import (
     DeltaSettings,
     default_delta_settings,
     delta_settings_from_ints,
     delta_settings_to_ints,
 )
+from .device import target_of
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
 

@@ -13,6 +13,7 @@ from .settings import Target
 MAX_TOKENS = 16  # rows of x that one program multiplies with its rows of the weights
 BLOCK = 2048  # weights that a program of four warps loads at once, of FP8 twice as many
 PROGRAMS = 512  # enough to keep all processors of a large GPU reading
+STREAMS = 264  # programs that go on to their next blocks, two for each multiprocessor of an H200
 FEW_OUTPUTS = 1024  # so few outputs are launched as one program each
 
 
@@ -29,6 +30,8 @@ class LinearSettings:
         tokens all but the first read the weights from the cache.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
     ahead: with pdl, steps whose weights are fetched into the cache before x is waited for; 0 or a power of two.
+    programs: with a depth from D on, one token and weights in FP8 blocks, programs that share the blocks of rows and
+        keep x; 0 is one for each block. Only NVIDIA's kernels for bfloat16 have it.
     """
 
     rows: int
@@ -39,6 +42,7 @@ class LinearSettings:
     dot: bool
     pdl: bool
     ahead: int = 0
+    programs: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "depth", "warps"):
@@ -49,6 +53,8 @@ class LinearSettings:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if self.programs < 0:
+            raise ValueError(f"programs={self.programs} must be 0, or how many programs share the blocks of rows")
         if self.dot and (self.rows < 16 or self.depth < 16):
             raise ValueError(f"rows={self.rows} and depth={self.depth} must be at least 16 with dot=True")
         if self.ahead and not (self.pdl and _is_power_of_two(self.ahead)):
@@ -69,8 +75,8 @@ def linear_from_ints(values: Sequence[int]) -> LinearSettings:
     expected = len(fields(LinearSettings))
     if len(values) != expected:
         raise ValueError(f"{len(values)} integers came; settings are {expected}, as linear_to_ints writes them")
-    rows, depth, warps, stages, splits, dot, pdl, ahead = values
-    return LinearSettings(rows, depth, warps, stages, splits, bool(dot), bool(pdl), ahead)
+    rows, depth, warps, stages, splits, dot, pdl, ahead, programs = values
+    return LinearSettings(rows, depth, warps, stages, splits, bool(dot), bool(pdl), ahead, programs)
 
 
 def default_linear_settings(
@@ -90,11 +96,18 @@ def default_linear_settings(
     """
     wide = dtype.itemsize > 2
     if dtype.itemsize == 1 and tokens == 1 and target != "hip":
-        # 9216 x 2048 takes 7.7 us on an H200, 2048 x 4096 4.5.
+        # 12288 x 2048 takes 8.2 us on an H200, 2048 x 4096 4.6.
         pdl = target == "hopper"
+        if outputs >= 8 * PROGRAMS and hidden <= 2048:
+            blocks = -(-outputs // 16)
+            programs = -(-blocks // -(-blocks // STREAMS))
+            depth = max(128, _round_up(hidden))
+            return LinearSettings(16, depth, 4, 1, 1, dot=False, pdl=pdl, programs=programs)
         if outputs >= 8 * PROGRAMS:
-            return LinearSettings(16, 128, 2, 5, 1, dot=False, pdl=pdl, ahead=4 if pdl else 0)
-        return LinearSettings(4, min(2048, _round_up(hidden)), 8, 1, 1, dot=False, pdl=pdl, ahead=1 if pdl else 0)
+            return LinearSettings(16, 256, 4, 4, 1, dot=False, pdl=pdl)
+        if hidden <= 4096:
+            return LinearSettings(2, max(128, _round_up(hidden)), 4, 1, 1, dot=False, pdl=pdl)
+        return LinearSettings(4, 2048, 8, 1, 1, dot=False, pdl=pdl)
     if tokens <= 1 or tokens * outputs <= FEW_OUTPUTS:
         rows = next((rows for rows in (8, 4, 2) if tokens * outputs >= rows * PROGRAMS), 1)
         depth = min((2 * BLOCK if dtype.itemsize == 1 else BLOCK) // rows, _round_up(hidden))

@@ -76,7 +76,7 @@ def experts_by_loop(x, routing, w_gate_up, w_down):
     y = torch.zeros(x.shape, dtype=torch.float64)
     for t, (row, ids) in enumerate(zip(routing.weights_TK.tolist(), routing.experts_TK.tolist(), strict=True)):
         for weight, e in zip(row, ids, strict=True):
-            gate, up = (w_gate_up[e] @ x[t].double()).split(F)
+            gate, up = (w_gate_up[e] @ x[t].double()).chunk(2)
             y[t] += weight * (w_down[e] @ (gate / (1 + torch.exp(-gate)) * up))
     return y
 
@@ -85,10 +85,10 @@ def relative_error(y, expected):
     return ((y.double() - expected).norm() / expected.norm()).item()
 
 
-def draw_layer(experts, slots, gate_rows, rng, dtype):
+def draw_layer(experts, slots, gate_rows, rng, dtype, *, width=F):
     router = (torch.randn(experts + gate_rows, D, generator=rng) * D**-0.5).to(dtype)
-    gate_up = quantise(experts + slots, 2 * F, D, rng=rng, parts=2)
-    down = quantise(experts + slots, D, F, rng=rng)
+    gate_up = quantise(experts + slots, 2 * width, D, rng=rng, parts=2)
+    down = quantise(experts + slots, D, width, rng=rng)
     # Products stay within the range of float16.
     return router, Fp8(gate_up.w, gate_up.scale / 32), Fp8(down.w, down.scale / 32)
 
@@ -110,6 +110,35 @@ def test_the_layer_equals_the_formula(path, case, dtype, rng):
     exact = experts_by_loop(x, routing, dequantise_by_block(w_gate_up, parts=2), dequantise_by_block(w_down))
     assert y.dtype == dtype
     assert relative_error(y, exact) < TOLERANCE[dtype]
+
+
+WHOLE = Tile(1, 32, 256, 4, 1)  # a depth from D on: a row at once
+ROUTER_ROW = Tile(0, 2, 256, 4, 1)
+BY_ROWS = {
+    "whole rows": replace(SLOTS, router=ROUTER_ROW, gate_up=WHOLE),
+    "two experts at a time": replace(SLOTS, gate_up=WHOLE, down=replace(WHOLE, depth=512)),
+    "one and a half": replace(SLOTS, down=Tile(1, 8, 512, 4, 2)),
+    "all experts at once": replace(
+        SLOTS, router=ROUTER_ROW, gate_up=replace(WHOLE, rows=4), down=Tile(1, 4, 1024, 4, 1)
+    ),
+    "after a choice of their own": replace(SLOTS, down=Tile(1, 4, 1024, 4, 1), fuse_choice=True),
+}
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("width", [256, 384])
+@pytest.mark.parametrize("path", BY_ROWS)
+def test_products_of_whole_rows_and_of_experts_side_by_side(path, width, quantised, rng):
+    config = RouterConfig(4, 2, renormalize=True)
+    router, w_gate_up, w_down = draw_layer(4, 1, 1, rng, torch.float32, width=width)
+    exact = dequantise_by_block(w_gate_up, parts=2), dequantise_by_block(w_down)
+    stacks = (w_gate_up, w_down) if quantised else tuple(w.float() for w in exact)
+    x = torch.randn(2, D, generator=rng)
+
+    y = run_moe_layer(x, router, None, *stacks, config, BY_ROWS[path])
+
+    routing = route_fused(x @ router.T, None, config, slots=1)
+    assert relative_error(y, experts_by_loop(x, routing, *exact)) < 3e-6
 
 
 @pytest.mark.parametrize("quantised", ["gate_up", "down"])
@@ -143,6 +172,8 @@ SETTINGS = {
     "product-split": replace(PRODUCT, splits=3),
     "one-row": replace(PRODUCT, rows=1, depth=512),
     "many-rows": replace(PRODUCT, rows=128, depth=256),
+    "whole-rows": replace(PRODUCT, depth=512, stages=1),
+    "shared-by-programs": replace(PRODUCT, rows=16, depth=512, stages=1, programs=3),
     "dot": DOT,
     "dot-split": replace(DOT, rows=16, depth=128, splits=2),
     "empty-part": replace(DOT, splits=7, depth=128),

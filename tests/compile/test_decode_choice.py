@@ -6,7 +6,11 @@ import torch
 from fmoe.compile import decode_choice
 from fmoe.compile.capabilities import Availability
 from fmoe.compile.decode_choice import add_decode_kernels, add_norm_single, choose_tokens_any
-from fmoe.functional import Kernels, add_rms_norm, attend
+from fmoe.compile.decode_settings import default_attend_settings, default_head_settings
+from fmoe.compile.delta_settings import default_delta_settings
+from fmoe.compile.linear_settings import default_linear_settings
+from fmoe.compile.settings import default_settings
+from fmoe.functional import DeltaConfig, Kernels, add_rms_norm, attend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FIELDS = ("attend_step", "attend_lengths", "delta_decode", "add_norm", "choose_tokens")
@@ -81,3 +85,17 @@ def test_more_rows_than_the_head_takes_choose_from_logits(monkeypatch, rng):
         else:
             assert tokens_B[row] == max(range(30), key=logits.__getitem__)
             assert best_B[row].item() == pytest.approx(max(logits), abs=1e-5)
+
+
+def test_dependent_launch_is_the_rule_where_it_exists():
+    config = DeltaConfig(16, 32, 128, 128, 4, 1e-6)
+    for target, expected in (("hopper", True), ("cuda", False), ("hip", False)):
+        chosen = [
+            default_delta_settings(config, 1, target=target),
+            default_head_settings(1, torch.bfloat16, target=target),
+            default_head_settings(8, torch.bfloat16, target=target),
+            default_attend_settings(1, 16, 2, 256, 1024, torch.bfloat16, target=target),
+            default_linear_settings(1, 12352, 2048, torch.float8_e4m3fn, target),
+            default_settings(1, 512, 10, 1, 2048, 512, torch.float8_e4m3fn, target=target),
+        ]
+        assert [settings.pdl for settings in chosen] == [expected] * len(chosen)

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="triton is not installed; it is what runs t
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing; unset TRITON_INTERPRET", allow_module_level=True)
 
-from fmoe.compile.kernels.delta_decode import decode_delta_
+from fmoe.compile.kernels.delta_decode import check_shares, decode_delta_
 from fmoe.compile.kernels.offline import SHARED_LIMITS, find_misfits, recorded_launches
 
 FILE = Path(__file__).with_name("delta_interpreted.py")
@@ -153,3 +153,13 @@ def test_heads_that_do_not_divide_or_lack_a_count_are_refused():
         decode_delta_(*tensors, config, DeltaSettings(2, 64, 4))
     with pytest.raises(ValueError, match="need arrivals"):
         decode_delta_(*tensors, config, DeltaSettings(2, 64, 4), arrivals_BG=torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(("columns", "on_cuda", "refused"), [(32, True, True), (64, True, False), (32, False, False)])
+def test_blocks_that_gave_wrong_sums_are_refused_on_cuda(columns, on_cuda, refused):
+    settings = DeltaSettings(0, columns, 4)
+    if not refused:
+        assert check_shares(QWEN, settings, None, 1, on_cuda=on_cuda) == 2
+        return
+    with pytest.raises(ValueError, match="columns=32 must be at least 64: fewer gave wrong sums on sm_90"):
+        check_shares(QWEN, settings, None, 1, on_cuda=on_cuda)

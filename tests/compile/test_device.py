@@ -9,7 +9,14 @@ import torch
 
 import fmoe
 from fmoe.compile import device as module
-from fmoe.compile.device import describe_device, describe_versions, kernel_sources, source_hash
+from fmoe.compile.device import (
+    _target_of_gpu,
+    describe_device,
+    describe_versions,
+    kernel_sources,
+    source_hash,
+    target_of,
+)
 
 PACKAGE = Path(fmoe.__file__).parent
 
@@ -92,3 +99,18 @@ def test_gpus_are_described_by_their_properties(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert describe_device(torch.device("cuda")).arch == "gfx942"
     assert describe_device(torch.device("cuda")).kind == "hip"
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "target"), [(None, (9, 0), "hopper"), (None, (8, 9), "cuda"), ("6.4", None, "hip")]
+)
+def test_the_target_of_a_gpu(hip, capability, target, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    _target_of_gpu.cache_clear()
+    assert target_of(torch.device("cuda", 0)) == target
+    _target_of_gpu.cache_clear()
+
+
+def test_a_cpu_interprets_what_is_made_for_any_gpu():
+    assert target_of(torch.device("cpu")) == "cuda"

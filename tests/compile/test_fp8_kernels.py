@@ -79,12 +79,27 @@ def linear_launches(tokens, outputs, hidden, settings, *, rest=0):
 @pytest.mark.parametrize("shape", [(12288, 2048, 64), (2048, 4096, 0), (27, 100, 3), (513, 2064, 0)], ids=str)
 def test_default_settings_of_projections_fit(shape, target):
     outputs, hidden, rest = shape
-    kind = "hip" if target == "gfx950" else "cuda"
     for tokens in (1, 2, 16):
-        settings = default_linear_settings(tokens, outputs, hidden, FP8, kind)
+        settings = default_linear_settings(tokens, outputs, hidden, FP8, TARGETS[target])
         launches = linear_launches(tokens, outputs, hidden, settings, rest=rest)
         assert launches[0].values["M"] == rest
         assert find_misfits(launches, target) == []
+
+
+def test_many_rows_of_one_token_are_shared_by_programs_that_stay():
+    settings = default_linear_settings(1, 12352, 2048, FP8, "hopper")
+    (launch,) = linear_launches(1, 12288, 2048, settings, rest=64)
+    assert (launch.kernel.__name__, settings.programs) == ("linear_stream", 258)  # 772 blocks of 16 rows, three each
+    assert find_misfits([launch], "sm_90") == []
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_programs_that_stay_are_left_where_their_instructions_do_not_serve(tokens):
+    settings = LinearSettings(16, 128, 4, 1, 1, dot=False, pdl=False, programs=3)
+    w = empty_weight(48, 100, dtype=FP8)  # whose rows are no whole blocks
+    with recorded_launches() as launches:
+        run_linear(torch.empty(tokens, 100, dtype=torch.bfloat16, device="meta"), w, settings)
+    assert [launch.kernel.__name__ for launch in launches] == ["linear_product"]
 
 
 def test_dependent_launch_and_fetching_ahead_compile():

@@ -118,7 +118,7 @@ def test_what_the_kernel_cannot_read_is_refused(x, w, bias, error, message):
 def test_settings_survive_as_integers():
     for settings in (PRODUCT, replace(PRODUCT, rows=16, dot=True, splits=3), replace(PRODUCT, pdl=True, ahead=8)):
         assert linear_from_ints(linear_to_ints(settings)) == settings
-    with pytest.raises(ValueError, match="3 integers came; settings are 8, as linear_to_ints writes them"):
+    with pytest.raises(ValueError, match="3 integers came; settings are 9, as linear_to_ints writes them"):
         linear_from_ints([1, 2, 3])
 
 

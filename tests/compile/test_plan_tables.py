@@ -46,7 +46,7 @@ def test_nothing_is_there_at_first() -> None:
 
 
 def test_entries_are_kept() -> None:
-    linear = Entry("triton", (8, 256, 4, 4, 1, 0, 0, 0), 3.0)
+    linear = Entry("triton", (8, 256, 4, 4, 1, 0, 0, 0, 0), 3.0)
     write_entries(DEVICE, KEY, {1: FAST, 16: FAST})
     write_entries(DEVICE, KEY, {2: FAST})
     write_entries(DEVICE, OTHER, {1: linear})

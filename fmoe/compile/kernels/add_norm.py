@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .route import launch_options, wait_for_previous
+from .launch import launch_options, start_next, wait_alone
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_CHANNELS = 16384  # of a row, that one program holds
@@ -18,11 +18,12 @@ def norm_row(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One row; grid (T,). Each step is rounded where the reference rounds."""
+    start_next(PDL)
     t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     inside = o_d < D
     w = tl.load(weight + o_d, mask=inside, other=0.0)
-    wait_for_previous(PDL)
+    wait_alone(PDL)
     v = tl.load(x + t * D + o_d, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         v += tl.load(branch + t * D + o_d, mask=inside, other=0.0).to(tl.float32)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_settings import AttendSettings
-from .route import launch_options, wait_for_previous
+from .launch import launch_options, wait_for_previous
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from .attend_decode import (
     sum_splits,
     with_rows,
 )
-from .route import wait_for_previous
+from .launch import wait_for_previous
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def attend_projected(
 ):  # fmt: skip
     """``attend_splits`` that takes q, k and v of the token as projected; grid (splits, J * GROUPS, B).
 
-    Every program norms and rotates its query heads. The first split of a kv head begins its softmax with the token's
+    Every program norms and rotates its query heads. The last split of a kv head begins its softmax with the token's
     own key and value, kept in registers, and writes them to the cache; nobody reads that slot, so nobody waits.
     """
     split = tl.program_id(0)
@@ -103,7 +103,8 @@ def attend_projected(
     start = 0
     if WINDOW:
         start = tl.maximum(stop - (WINDOW - 1), 0)
-    first, last = share_of(split, tl.num_programs(0), start, stop, BN)
+    # The last program has nothing but the token itself, unless it is alone.
+    first, last = share_of(split, tl.maximum(tl.num_programs(0) - 1, 1), start, stop, BN)
     if HAS_MASK:
         mask += b * stride_mb
     p = projected + b * stride_p
@@ -114,7 +115,7 @@ def attend_projected(
     total = tl.zeros((BH,), tl.float32)
     acc_a = tl.zeros((BH, CA), tl.float32)
     acc_b = tl.zeros((BH, CB if CB else 16), tl.float32)
-    if split == 0:
+    if split == tl.num_programs(0) - 1:
         # All rows hold the one new key, as the products below need it.
         rows = H + j + 0 * o_g
         new_a, new_b = place_heads(p, w, cos_b, sin_b, rows, rows >= 0, C, CA, CB, HALF, HAS_NORM, EPS)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fmoe.functional.deltanet import DeltaConfig
 
-from ..delta_settings import DeltaSettings
-from .route import launch_options, wait_for_previous
+from ..delta_settings import LEAST_COLUMNS, DeltaSettings
+from .launch import launch_options, wait_for_previous
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -238,10 +238,14 @@ def check_delta(
         raise ValueError("window and state must be contiguous, for they are written in place")
 
 
-def check_shares(config: DeltaConfig, settings: DeltaSettings, arrivals_BG: Tensor | None, batch: int, /) -> int:
+def check_shares(
+    config: DeltaConfig, settings: DeltaSettings, arrivals_BG: Tensor | None, batch: int, /, *, on_cuda: bool
+) -> int:
     """Refuse settings that the layer does not allow; return the value heads of one program."""
     ratio = config.value_heads // config.key_heads
     heads = settings.heads or ratio
+    if on_cuda and settings.columns < min(triton.next_power_of_2(config.value_size), LEAST_COLUMNS):
+        raise ValueError(f"columns={settings.columns} must be at least {LEAST_COLUMNS}: fewer gave wrong sums on sm_90")
     if ratio % heads:
         raise ValueError(f"heads={heads} must divide the {ratio} value heads of one key head")
     if heads < ratio and (
@@ -290,7 +294,8 @@ def decode_delta_(
     """
     check_delta(projected_BTN, window_BWN, state_BHKV, w_conv_WN, config)
     batch, ratio = projected_BTN.shape[0], config.value_heads // config.key_heads
-    heads = check_shares(config, settings, arrivals_BG, batch)
+    on_cuda = projected_BTN.is_cuda and not torch.version.hip
+    heads = check_shares(config, settings, arrivals_BG, batch, on_cuda=on_cuda)
     y_BTN = projected_BTN.new_empty(batch, 1, config.value_heads * config.value_size)
     if batch == 0:
         return y_BTN

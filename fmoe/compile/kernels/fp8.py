@@ -73,6 +73,11 @@ def _why_not_here(index: int | None) -> str:
     return why_not_fp8("cuda", f"sm_{major}{minor}")
 
 
+def can_pack(x: Tensor, w: Weight, /) -> bool:
+    """Tell whether rows are multiplied with a weight by NVIDIA's instructions for four values of FP8 at once."""
+    return isinstance(w, Fp8) and x.dtype == torch.bfloat16 and w.w.shape[-1] % BLOCK == 0 and not torch.version.hip
+
+
 def check_fp8(w: Fp8, /, *, parts: int = 1, name: str = "w") -> None:
     """Refuse FP8 blocks that the kernels would read wrongly.
 

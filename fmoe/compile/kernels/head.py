@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_settings import HeadSettings
-from .route import ROUNDINGS, launch_options, ordered_key, round_to, wait_for_previous
+from .launch import launch_options, wait_for_previous
+from .route import ROUNDINGS, ordered_key, round_to
 
 MOST_ROWS = 16
 

@@ -154,7 +154,7 @@ def run_moe_layer(
         return sum_token_experts(h_NF, routing, w_down_EDF, settings)
     routing, table = route_tokens(x_TD, w_router_RD, bias_E, config, settings, slots=slots)
     if settings.path == "slots":
-        return compute_experts_slots(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
+        return compute_experts_slots(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings, early=True)
     if settings.path == "grouped":
         return compute_experts_tabled(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
     return compute_experts_sorted(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)

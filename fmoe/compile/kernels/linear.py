@@ -8,6 +8,8 @@ Letters: T tokens, N rows of the weight matrix, M unquantised rows behind them, 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
 # ruff: noqa: SIM108
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,11 @@ from ..linear_settings import LinearSettings as LinearSettings
 from ..linear_settings import default_linear_settings as default_linear_settings
 from ..linear_settings import linear_from_ints as linear_from_ints
 from ..linear_settings import linear_to_ints as linear_to_ints
-from .fp8 import SIDE, check_blocks, check_fp8, factors_at, load_factors, split_weight
+from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_factors, split_weight
+from .launch import launch_options, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
-from .route import launch_options, wait_for_previous
+from .linear_stream import run_stream
+from .products import PART, add_bias, load_row, load_rows, sum_rows
 
 LINE = 128  # bytes that one prefetch brings
 SUM_BLOCK = 256
@@ -48,14 +52,6 @@ def load_weights(w, o_r, o_k, D: tl.constexpr, EVEN: tl.constexpr):
         v = tl.load(at)
     else:
         v = tl.load(at, mask=o_k[None, :] < D, other=0.0)
-    return v
-
-
-@triton.jit
-def add_bias(v, bias, o_r, N: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Add the bias of the rows to v, [len(o_r)]."""
-    if HAS_BIAS:
-        v += tl.load(bias + o_r, mask=o_r < N, other=0.0).to(tl.float32)
     return v
 
 
@@ -113,13 +109,28 @@ def product_block(
     part = tl.program_id(1)
     # Rows past the last repeat it: a load without a mask, and no store.
     o_r = tl.minimum(o_n, N - 1).to(tl.int64)
-    if AHEAD > 0:
-        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
-    wait_for_previous(PDL)
-    if s is None:
-        v = sum_products(x, w, t, part * SPLIT, o_r, D, SPLIT, BN, BK, STAGES)
+    AT_ONCE: tl.constexpr = (SPLIT >= D) and (BK >= D) and (BK >= PART)
+    if AT_ONCE:
+        # The weights are asked for before x is there.
+        a = load_rows(w, o_n.to(tl.int64), D, N, BN, BK, False)
+        if s is None:
+            wait_alone(PDL)
+            x0, x1, top = load_row(x, t, D, BK, False)
+            v = sum_rows(a, x0, x1, None, top, False)
+        else:
+            o_c = tl.arange(0, BK // PART)
+            factor = load_factors(factors_at(s, 0, 0, block * BN, N, D, 1), 0, o_c, D, BK == D)
+            wait_alone(PDL)
+            x0, x1, top = load_row(x, t, D, BK, False)
+            v = sum_rows(a, x0, x1, factor, top, False)
     else:
-        v = sum_products_fp8(x, w, s, t, part * SPLIT, o_r, block * BN, N, D, SPLIT, BN, BK, STAGES)
+        if AHEAD > 0:
+            fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
+        wait_alone(PDL)
+        if s is None:
+            v = sum_products(x, w, t, part * SPLIT, o_r, D, SPLIT, BN, BK, STAGES)
+        else:
+            v = sum_products_fp8(x, w, s, t, part * SPLIT, o_r, block * BN, N, D, SPLIT, BN, BK, STAGES)
     v = add_bias(v, bias, o_n, N, HAS_BIAS)
     tl.store(y + (part.to(tl.int64) * T + t) * LD + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
 
@@ -131,6 +142,7 @@ def linear_product(
     LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token, BN rows and SPLIT of D; grid (N / BN * T, D / SPLIT), tokens of a block together."""
+    start_next(PDL)
     t = (tl.program_id(0) % T).to(tl.int64)
     block = tl.program_id(0) // T
     if M > 0:
@@ -165,7 +177,7 @@ def dot_block(
     o_r = tl.minimum(o_n, N - 1).to(tl.int64)
     if AHEAD > 0:
         fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
-    wait_for_previous(PDL)
+    wait_alone(PDL)
     if s is not None:
         factors = factors_at(s, 0, 0, block * BN, N, D, 1)
     acc = tl.zeros((BN, BM), tl.float32)
@@ -194,6 +206,7 @@ def linear_dot(
     AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT)."""
+    start_next(PDL)
     block = tl.program_id(0)
     if M > 0:
         first: tl.constexpr = (M + BN - 1) // BN
@@ -271,6 +284,12 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
     y_TN = torch.empty(tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
     if y_TN.numel() == 0:
         return y_TN
+    if settings.programs:
+        if tokens == 1 and settings.depth >= hidden and isinstance(w_ND, Fp8) and can_pack(x_TD, w_ND):
+            run_stream(x_TD, w_ND, bias_N, y_TN, settings)
+            return y_TN
+        # As many registers as a program of its own for each block has room for.
+        settings = replace(settings, rows=min(settings.rows, 4), programs=0)
     # No part is empty: a depth that does not divide D can leave fewer parts than asked for.
     split = triton.cdiv(triton.cdiv(hidden, settings.splits), settings.depth) * settings.depth
     splits = triton.cdiv(hidden, split)

@@ -10,80 +10,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fmoe.functional.quant import Weight, weight_shape
+from fmoe.functional.quant import BLOCK, Weight, weight_shape
 from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import Settings
-from .fp8 import SIDE, factors_at, load_factors, split_weight
-from .route import (
-    Table,
-    choice_constants,
-    choose_row,
-    compute_logits,
-    launch_options,
-    wait_for_previous,
-    weigh_row,
-    write_row,
+from .fp8 import split_weight
+from .launch import launch_options, start_next, wait_alone, wait_for_previous
+from .products import (
+    down_part,
+    down_products,
+    down_products_fp8,
+    down_side_by_side,
+    gate_up_at_once,
+    gate_up_products,
+    gate_up_products_fp8,
+    load_row,
+    multiply_part,
 )
+from .route import Table, choice_constants, choose_row, compute_logits, weigh_row, write_row
 from .tiles import down_tile, gate_up_tile
-
-
-@triton.jit
-def gate_up_products(
-    x, w, e, t, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
-):
-    """Gate and up products [BN] of token t with expert e, rows of block pn."""
-    o_n = pn * BN + tl.arange(0, BN)
-    o_k = tl.arange(0, BK)
-    even: tl.constexpr = (F % BN == 0) and (D % BK == 0)
-    at = w + e.to(tl.int64) * (2 * F * D) + o_n[:, None] * D + o_k[None, :]
-    gate = tl.zeros((BN, BK), tl.float32)
-    up = tl.zeros((BN, BK), tl.float32)
-    for k in tl.range(0, D, BK, num_stages=STAGES):
-        if even:
-            a = tl.load(at + k)
-            b = tl.load(at + F * D + k)
-            v = tl.load(x + t.to(tl.int64) * D + k + o_k)
-        else:
-            inside = (o_n[:, None] < F) & (k + o_k[None, :] < D)
-            a = tl.load(at + k, mask=inside, other=0.0)
-            b = tl.load(at + F * D + k, mask=inside, other=0.0)
-            v = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
-        v32 = v.to(tl.float32)[None, :]
-        gate += a.to(tl.float32) * v32
-        up += b.to(tl.float32) * v32
-    return tl.sum(gate, 1), tl.sum(up, 1)
-
-
-@triton.jit
-def gate_up_products_fp8(
-    x, w, s, e, t, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
-):
-    """``gate_up_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
-    Q: tl.constexpr = min(BK, SIDE)
-    o_n = pn * BN + tl.arange(0, BN)
-    o_c = tl.arange(0, BK // Q)
-    o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
-    even: tl.constexpr = (F % BN == 0) and (D % BK == 0)
-    at = w + e.to(tl.int64) * (2 * F * D) + o_n[:, None, None] * D + o_k[None, :, :]
-    gate_factors = factors_at(s, e, 0, pn * BN, F, D, 2)
-    up_factors = factors_at(s, e, 1, pn * BN, F, D, 2)
-    gate = tl.zeros((BN, BK // Q, Q), tl.float32)
-    up = tl.zeros((BN, BK // Q, Q), tl.float32)
-    for k in tl.range(0, D, BK, num_stages=STAGES):
-        if even:
-            a = tl.load(at + k)
-            b = tl.load(at + F * D + k)
-            v = tl.load(x + t.to(tl.int64) * D + k + o_k)
-        else:
-            inside = (o_n[:, None, None] < F) & (k + o_k[None, :, :] < D)
-            a = tl.load(at + k, mask=inside, other=0.0)
-            b = tl.load(at + F * D + k, mask=inside, other=0.0)
-            v = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
-        v32 = v.to(tl.float32)
-        gate += a.to(tl.float32) * (v32 * load_factors(gate_factors, k, o_c, D, even)[:, None])[None, :, :]
-        up += b.to(tl.float32) * (v32 * load_factors(up_factors, k, o_c, D, even)[:, None])[None, :, :]
-    return tl.sum(tl.sum(gate, 2), 1), tl.sum(tl.sum(up, 2), 1)
 
 
 @triton.jit
@@ -91,24 +36,40 @@ def gate_up_pair(
     x, w, s, h, e, t, n, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
 ):
     """h[n] = silu(g) u of token t with expert e, columns of block pn."""
-    o_n = pn * BN + tl.arange(0, BN)
     if s is None:
         g, u = gate_up_products(x, w, e, t, pn, D, F, BN, BK, STAGES)
     else:
         g, u = gate_up_products_fp8(x, w, s, e, t, pn, D, F, BN, BK, STAGES)
+    store_pair(h, g, u, n, pn, F, BN)
+
+
+@triton.jit
+def store_pair(h, g, u, n, pn, F: tl.constexpr, BN: tl.constexpr):
+    """h[n] = silu(g) u, columns of block pn."""
+    o_n = pn * BN + tl.arange(0, BN)
     tl.store(h + n.to(tl.int64) * F + o_n, (g * tl.sigmoid(g) * u).to(h.dtype.element_ty), mask=o_n < F)
 
 
 @triton.jit
 def gate_up_slots(
     x, w, s, h, ids, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One pair and BN gate and up rows; grid (F / BN, N)."""
+    """One pair and BN gate and up rows; grid (F / BN, N). EARLY: x is older than the launch in front."""
     n = tl.program_id(1)
-    wait_for_previous(PDL)
-    e = tl.load(ids + n)
-    gate_up_pair(x, w, s, h, e, n // KS, n, tl.program_id(0), D, F, BN, BK, STAGES)
+    pn = tl.program_id(0)
+    if AT_ONCE:
+        if EARLY:
+            x0, _, _ = load_row(x, n // KS, D, BK, False)
+            wait_for_previous(PDL)
+        else:
+            wait_for_previous(PDL)
+            x0, _, _ = load_row(x, n // KS, D, BK, False)
+        g, u = gate_up_at_once(x0, w, s, tl.load(ids + n), pn, D, F, BN, BK)
+        store_pair(h, g, u, n, pn, F, BN)
+    else:
+        wait_for_previous(PDL)
+        gate_up_pair(x, w, s, h, tl.load(ids + n), n // KS, n, pn, D, F, BN, BK, STAGES)
 
 
 @triton.jit
@@ -143,75 +104,29 @@ def gate_up_choosing(
 
 
 @triton.jit
-def down_products(
-    h, w, ids, weights, t, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sum [BN] of the weighted down products of token t's experts, rows of block pn."""
-    o_n = pn * BN + tl.arange(0, BN)
-    o_k = tl.arange(0, BK)
-    steps: tl.constexpr = (F + BK - 1) // BK
-    even: tl.constexpr = (D % BN == 0) and (F % BK == 0)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for i in tl.range(0, KS * steps, num_stages=STAGES):
-        n = t * KS + i // steps
-        k = (i % steps) * BK
-        e = tl.load(ids + n).to(tl.int64)
-        weight = tl.load(weights + n)
-        at = w + e * (D * F) + o_n[:, None] * F + k + o_k[None, :]
-        if even:
-            a = tl.load(at)
-            v = tl.load(h + n.to(tl.int64) * F + k + o_k)
-        else:
-            a = tl.load(at, mask=(o_n[:, None] < D) & (k + o_k[None, :] < F), other=0.0)
-            v = tl.load(h + n.to(tl.int64) * F + k + o_k, mask=k + o_k < F, other=0.0)
-        acc += a.to(tl.float32) * (v.to(tl.float32) * weight)[None, :]
-    return tl.sum(acc, 1)
-
-
-@triton.jit
-def down_products_fp8(
-    h, w, s, ids, weights, t, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """``down_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
-    Q: tl.constexpr = min(BK, SIDE)
-    o_n = pn * BN + tl.arange(0, BN)
-    o_c = tl.arange(0, BK // Q)
-    o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
-    steps: tl.constexpr = (F + BK - 1) // BK
-    even: tl.constexpr = (D % BN == 0) and (F % BK == 0)
-    acc = tl.zeros((BN, BK // Q, Q), tl.float32)
-    for i in tl.range(0, KS * steps, num_stages=STAGES):
-        n = t * KS + i // steps
-        k = (i % steps) * BK
-        e = tl.load(ids + n).to(tl.int64)
-        weight = tl.load(weights + n)
-        at = w + e * (D * F) + o_n[:, None, None] * F + k + o_k[None, :, :]
-        if even:
-            a = tl.load(at)
-            v = tl.load(h + n.to(tl.int64) * F + k + o_k)
-        else:
-            a = tl.load(at, mask=(o_n[:, None, None] < D) & (k + o_k[None, :, :] < F), other=0.0)
-            v = tl.load(h + n.to(tl.int64) * F + k + o_k, mask=k + o_k < F, other=0.0)
-        factor = weight * load_factors(factors_at(s, e, 0, pn * BN, D, F, 1), k, o_c, F, even)
-        acc += a.to(tl.float32) * (v.to(tl.float32) * factor[:, None])[None, :, :]
-    return tl.sum(tl.sum(acc, 2), 1)
-
-
-@triton.jit
 def down_token(
     h, w, s, ids, weights, y, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of one token's y, over its experts in order; grid (D / BN, T)."""
+    """BN columns of one token's y, over its experts in order; grid (D / BN, T).
+
+    EARLY: the routing is older than the launch in front, so that the weights are asked for before h is there.
+    """
+    start_next(PDL)
     t = tl.program_id(1)
     pn = tl.program_id(0)
-    wait_for_previous(PDL)
-    if s is None:
-        out = down_products(h, w, ids, weights, t, pn, D, F, KS, BN, BK, STAGES)
+    if SIDE_BY_SIDE and EARLY and (BK >= KS * F):
+        a, factor = down_part(w, s, ids, weights, t, pn, 0, D, F, KS, BN, BK)
+        wait_alone(PDL)
+        out = multiply_part(h, a, factor, t, 0, F, KS, BK)
     else:
-        out = down_products_fp8(h, w, s, ids, weights, t, pn, D, F, KS, BN, BK, STAGES)
+        wait_alone(PDL)
+        if SIDE_BY_SIDE:
+            out = down_side_by_side(h, w, s, ids, weights, t, pn, D, F, KS, BN, BK, STAGES)
+        elif s is None:
+            out = down_products(h, w, ids, weights, t, pn, D, F, KS, BN, BK, STAGES)
+        else:
+            out = down_products_fp8(h, w, s, ids, weights, t, pn, D, F, KS, BN, BK, STAGES)
     o_n = pn * BN + tl.arange(0, BN)
     tl.store(y + t.to(tl.int64) * D + o_n, out.to(y.dtype.element_ty), mask=o_n < D)
 
@@ -294,31 +209,57 @@ def combine(pairs_ND: Tensor, weights_TK: Tensor, settings: Settings, /) -> Tens
     return y_TD
 
 
-def sum_token_experts(h_NF: Tensor, routing: Routing, w_down_EDF: Weight, settings: Settings, /) -> Tensor:
-    """Compute y from h with one program for each token and block of D."""
+def sum_token_experts(
+    h_NF: Tensor, routing: Routing, w_down_EDF: Weight, settings: Settings, /, *, early: bool = False
+) -> Tensor:
+    """Compute y from h with one program for each token and block of D.
+
+    A depth above F takes the columns of several experts side by side, where F is whole parts of 128.
+
+    Args:
+        h_NF: what gate and up gave for each pair.
+        routing: of the pairs.
+        w_down_EDF: down rows of all experts.
+        settings: ``down`` and ``pdl`` are read.
+        early: the launch in front wrote h alone, not the routing.
+    """
     tokens, columns = routing.experts_TK.shape
     (_, hidden, width), tile = weight_shape(w_down_EDF), settings.down
     y_TD = torch.empty(tokens, hidden, dtype=h_NF.dtype, device=h_NF.device)
     down_token[(triton.cdiv(hidden, tile.rows), tokens)](
         h_NF, *split_weight(w_down_EDF), routing.experts_TK, routing.weights_TK, y_TD, D=hidden, F=width, KS=columns,
-        BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
-        **launch_options(settings.pdl),
+        BN=tile.rows, BK=tile.depth, STAGES=tile.stages, SIDE_BY_SIDE=tile.depth > width and width % BLOCK == 0,
+        EARLY=early, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
     )  # fmt: skip
     return y_TD
 
 
 def compute_experts_slots(
-    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
+    x_TD: Tensor,
+    routing: Routing,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    settings: Settings,
+    /,
+    *,
+    early: bool = False,
 ) -> Tensor:
-    """Two launches, one matrix-vector product for each pair; the formula of ``compute_experts_grouped``."""
+    """Two launches, one matrix-vector product for each pair; the formula of ``compute_experts_grouped``.
+
+    Args:
+        x_TD, routing, w_gate_up_EPD, w_down_EDF: as there.
+        settings: blocks; a depth of gate_up from D on takes whole rows at once.
+        early: the launch in front wrote the routing alone, not x.
+    """
     (tokens, columns), width, tile = routing.experts_TK.shape, weight_shape(w_down_EDF)[2], settings.gate_up
+    hidden = x_TD.shape[1]
     h_NF = torch.empty(tokens * columns, width, dtype=x_TD.dtype, device=x_TD.device)
     gate_up_slots[(triton.cdiv(width, tile.rows), tokens * columns)](
-        x_TD, *split_weight(w_gate_up_EPD), h_NF, routing.experts_TK, D=x_TD.shape[1], F=width, KS=columns,
-        BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
-        **launch_options(settings.pdl),
+        x_TD, *split_weight(w_gate_up_EPD), h_NF, routing.experts_TK, D=hidden, F=width, KS=columns, BN=tile.rows,
+        BK=tile.depth, STAGES=tile.stages, AT_ONCE=tile.depth >= max(hidden, BLOCK), EARLY=early, PDL=settings.pdl,
+        num_warps=tile.warps, **launch_options(settings.pdl),
     )  # fmt: skip
-    return sum_token_experts(h_NF, routing, w_down_EDF, settings)
+    return sum_token_experts(h_NF, routing, w_down_EDF, settings, early=True)
 
 
 def route_and_gate_up(
@@ -379,7 +320,7 @@ def compute_experts_tabled(
         **launch_options(settings.pdl),
     )  # fmt: skip
     if settings.token_down:
-        return sum_token_experts(h_NF, routing, w_down_EDF, settings)
+        return sum_token_experts(h_NF, routing, w_down_EDF, settings, early=True)
     tile = settings.down
     pairs_ND = torch.empty(tokens * columns, hidden, dtype=x_TD.dtype, device=x_TD.device)
     grid = (triton.cdiv(hidden, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)

@@ -18,8 +18,8 @@ from fmoe.functional.routing import Routing
 
 from ..settings import Settings, Tile
 from .fp8 import split_weight
+from .launch import launch_options, wait_for_previous
 from .moe_decode import combine
-from .route import launch_options, wait_for_previous
 from .sort import Tiles, sort_pairs
 from .tiles import down_tile, gate_up_tile
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import Settings
+from .launch import launch_options, start_next, wait_alone, wait_for_previous
+from .products import PART, load_row, load_rows, sum_rows
 
 SCORINGS = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
 ROUNDINGS = {torch.bfloat16: 1, torch.float16: 2}
@@ -30,20 +32,7 @@ class Table(NamedTuple):
     ranks_TK: Tensor  # int32 [T, K]: place of a routed pair among its expert's rows
 
 
-def launch_options(pdl: bool) -> dict[str, Any]:
-    """Name the launch options of one kernel; the compiler of other devices does not know this one."""
-    return {"launch_pdl": True} if pdl else {}
-
-
 MANY = 512  # tokens from which one warp for each is enough to fill the device (16,384 tokens, E = 512: 52 us less)
-
-
-@triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    """Wait for the kernel before; then let the kernel after start, whose own wait covers this one."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -52,17 +41,26 @@ def logits_gemv(
     BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and BR rows of the router; grid (R / BR, T)."""
+    start_next(PDL)
     t = tl.program_id(1)
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     o_k = tl.arange(0, BK)
-    wait_for_previous(PDL)
-    acc = tl.zeros((BR, BK), tl.float32)
-    for k in tl.range(0, D, BK, num_stages=STAGES):
-        inside = (o_r[:, None] < R) & (k + o_k[None, :] < D)
-        a = tl.load(w + o_r[:, None].to(tl.int64) * D + k + o_k[None, :], mask=inside, other=0.0)
-        b = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
-        acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
-    tl.store(logits + t.to(tl.int64) * R + o_r, tl.sum(acc, 1), mask=o_r < R)
+    if (BK >= D) and (BK >= PART):
+        # The weights are asked for before x is there.
+        a = load_rows(w, o_r.to(tl.int64), D, R, BR, BK, False)
+        wait_alone(PDL)
+        x0, x1, top = load_row(x, t, D, BK, False)
+        v = sum_rows(a, x0, x1, None, top, False)
+    else:
+        wait_alone(PDL)
+        acc = tl.zeros((BR, BK), tl.float32)
+        for k in tl.range(0, D, BK, num_stages=STAGES):
+            inside = (o_r[:, None] < R) & (k + o_k[None, :] < D)
+            a = tl.load(w + o_r[:, None].to(tl.int64) * D + k + o_k[None, :], mask=inside, other=0.0)
+            b = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
+            acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
+        v = tl.sum(acc, 1)
+    tl.store(logits + t.to(tl.int64) * R + o_r, v, mask=o_r < R)
     if t == 0:
         tl.store(counts + o_r, tl.zeros((BR,), tl.int32), mask=o_r < E)
 

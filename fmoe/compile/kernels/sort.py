@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .route import launch_options, wait_for_previous
+from .launch import launch_options, wait_for_previous
 
 BLOCK = 128  # pairs of one block
 EXPERTS = 8  # experts whose counts one program sums

@@ -1,0 +1,41 @@
+"""Programmatic dependent launch: kernels that start before the one in front of them is over.
+
+On CUDA devices of capability 9.0 and later, where PDL is set.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """Name the launch options of one kernel; the compiler of other devices does not know this one."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for the kernel before; then let the kernel after start, whose own wait covers this one.
+
+    Before its own wait, that one may read what was written before this one: all of that is there by now. Nobody may
+    write before a wait.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """Let the kernel after start at once, to ask for its weights; it may read nothing else before its own wait."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_alone(PDL: tl.constexpr):
+    """Wait for the kernel before."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,98 @@
+"""A dense projection of one token by weights in FP8 blocks: programs that keep x go from block to block of the rows.
+
+NVIDIA's instructions for four values of FP8 at once, for x in bfloat16.
+
+Letters: N rows of the weight matrix, M unquantised rows behind them, D summed dimension.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fmoe.functional.quant import Fp8
+
+from ..linear_settings import LinearSettings
+from .fp8 import factors_at, load_factors
+from .launch import launch_options, start_next, wait_alone
+from .products import PART, add_bias, load_row, load_rows, sum_rows
+
+
+@triton.jit
+def rest_block(
+    x, w, bias, y, block, M: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token and BM of M unquantised rows, whole."""
+    o_m = block * BM + tl.arange(0, BM)
+    a = load_rows(w, o_m, D, M, BM, BK, False)
+    wait_alone(PDL)
+    x0, x1, top = load_row(x, 0 * block, D, BK, False)
+    v = add_bias(sum_rows(a, x0, x1, None, top, False), bias, o_m, M, HAS_BIAS)
+    tl.store(y + o_m, v.to(y.dtype.element_ty), mask=o_m < M)
+
+
+@triton.jit
+def stream_blocks(
+    x, w, s, bias, y, program, programs, N: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token and every ``programs``-th block of BN of N rows; the first is asked for before x is there."""
+    o_c = tl.arange(0, BK // PART)
+    o_n = program * BN + tl.arange(0, BN)
+    a = load_rows(w, o_n.to(tl.int64), D, N, BN, BK, True)
+    factor = load_factors(factors_at(s, 0, 0, program * BN, N, D, 1), 0, o_c, D, BK == D)
+    wait_alone(PDL)
+    x0, x1, top = load_row(x, 0 * program, D, BK, True)
+    for block in tl.range(program + programs, (N + BN - 1) // BN, programs):
+        o_next = block * BN + tl.arange(0, BN)
+        a_next = load_rows(w, o_next.to(tl.int64), D, N, BN, BK, True)
+        factor_next = load_factors(factors_at(s, 0, 0, block * BN, N, D, 1), 0, o_c, D, BK == D)
+        v = add_bias(sum_rows(a, x0, x1, factor, top, True), bias, o_n, N, HAS_BIAS)
+        tl.store(y + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+        a = a_next
+        factor = factor_next
+        o_n = o_next
+    v = add_bias(sum_rows(a, x0, x1, factor, top, True), bias, o_n, N, HAS_BIAS)
+    tl.store(y + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+
+
+@triton.jit
+def linear_stream(
+    x, w, s, rest, bias, y, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: each program keeps x and goes through blocks of BN rows of weights in FP8 blocks.
+
+    x is bfloat16, BK >= D. Programs of their own come first, BM of the unquantised rows each.
+    """
+    start_next(PDL)
+    first: tl.constexpr = (M + BM - 1) // BM
+    p = tl.program_id(0)
+    if M > 0:
+        if p < first:
+            rest_block(x, rest, bias + N if HAS_BIAS else bias, y + N, p, M, D, HAS_BIAS, BM, BK, PDL)
+        else:
+            stream_blocks(x, w, s, bias, y, p - first, tl.num_programs(0) - first, N, D, HAS_BIAS, BN, BK, PDL)
+    else:
+        stream_blocks(x, w, s, bias, y, p, tl.num_programs(0), N, D, HAS_BIAS, BN, BK, PDL)
+
+
+def run_stream(x_1D: Tensor, fp8: Fp8, bias_N: Tensor | None, y_1N: Tensor, settings: LinearSettings) -> None:
+    """Compute y; ``settings`` has programs and a depth from D on.
+
+    Args:
+        x_1D: bfloat16.
+        fp8: weights.
+        bias_N: or None.
+        y_1N: written.
+        settings: blocks.
+    """
+    (outputs, hidden), rest = fp8.w.shape, 0 if fp8.rest_MD is None else fp8.rest_MD.shape[0]
+    blocks, rest_rows = triton.cdiv(outputs, settings.rows), max(settings.rows // 4, 1)
+    programs = min(settings.programs, blocks) + triton.cdiv(rest, rest_rows)
+    linear_stream[(programs,)](
+        x_1D, fp8.w, fp8.scale, fp8.rest_MD, bias_N, y_1N, N=outputs, M=rest, D=hidden, HAS_BIAS=bias_N is not None,
+        BN=settings.rows, BM=rest_rows, BK=settings.depth, PDL=settings.pdl, num_warps=settings.warps,
+        **launch_options(settings.pdl),
+    )  # fmt: skip

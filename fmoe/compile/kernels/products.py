@@ -1,0 +1,299 @@
+"""Matrix-vector products of one token with its experts' weights: by loops, and at once where a tile holds a whole row.
+
+``s`` are the factors of weights in FP8 blocks, None of others. Products at once let their weights be asked for before
+the launch in front is over, where it is known which ones they are.
+
+PACKED, for weights in FP8 and bfloat16 on NVIDIA GPUs: four weights stay together in a register until they are
+multiplied, with float16 that the row's largest value scales, and are summed in float16 by twos before float32. It takes
+a fifth of the instructions, which are what bounds such a product otherwise.
+
+Letters: D hidden, F expert width, KS experts of a token, P parts of PART columns.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+# ruff: noqa: SIM108
+
+import triton
+import triton.language as tl
+
+from fmoe.functional.quant import BLOCK
+
+from .fp8 import SIDE, factors_at, load_factors
+
+PART = tl.constexpr(BLOCK)  # columns that have one expert, and of weights in FP8 blocks one factor
+
+
+@triton.jit
+def gate_up_products(
+    x, w, e, t, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
+    """Gate and up products [BN] of token t with expert e, rows of block pn."""
+    o_n = pn * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    even: tl.constexpr = (F % BN == 0) and (D % BK == 0)
+    at = w + e.to(tl.int64) * (2 * F * D) + o_n[:, None] * D + o_k[None, :]
+    gate = tl.zeros((BN, BK), tl.float32)
+    up = tl.zeros((BN, BK), tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
+        if even:
+            a = tl.load(at + k, eviction_policy="evict_first")
+            b = tl.load(at + F * D + k, eviction_policy="evict_first")
+            v = tl.load(x + t.to(tl.int64) * D + k + o_k)
+        else:
+            inside = (o_n[:, None] < F) & (k + o_k[None, :] < D)
+            a = tl.load(at + k, mask=inside, other=0.0)
+            b = tl.load(at + F * D + k, mask=inside, other=0.0)
+            v = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
+        v32 = v.to(tl.float32)[None, :]
+        gate += a.to(tl.float32) * v32
+        up += b.to(tl.float32) * v32
+    return tl.sum(gate, 1), tl.sum(up, 1)
+
+
+@triton.jit
+def gate_up_products_fp8(
+    x, w, s, e, t, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
+    """``gate_up_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
+    Q: tl.constexpr = min(BK, SIDE)
+    o_n = pn * BN + tl.arange(0, BN)
+    o_c = tl.arange(0, BK // Q)
+    o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
+    even: tl.constexpr = (F % BN == 0) and (D % BK == 0)
+    at = w + e.to(tl.int64) * (2 * F * D) + o_n[:, None, None] * D + o_k[None, :, :]
+    gate_factors = factors_at(s, e, 0, pn * BN, F, D, 2)
+    up_factors = factors_at(s, e, 1, pn * BN, F, D, 2)
+    gate = tl.zeros((BN, BK // Q, Q), tl.float32)
+    up = tl.zeros((BN, BK // Q, Q), tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
+        if even:
+            a = tl.load(at + k, eviction_policy="evict_first")
+            b = tl.load(at + F * D + k, eviction_policy="evict_first")
+            v = tl.load(x + t.to(tl.int64) * D + k + o_k)
+        else:
+            inside = (o_n[:, None, None] < F) & (k + o_k[None, :, :] < D)
+            a = tl.load(at + k, mask=inside, other=0.0)
+            b = tl.load(at + F * D + k, mask=inside, other=0.0)
+            v = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
+        v32 = v.to(tl.float32)
+        gate += a.to(tl.float32) * (v32 * load_factors(gate_factors, k, o_c, D, even)[:, None])[None, :, :]
+        up += b.to(tl.float32) * (v32 * load_factors(up_factors, k, o_c, D, even)[:, None])[None, :, :]
+    return tl.sum(tl.sum(gate, 2), 1), tl.sum(tl.sum(up, 2), 1)
+
+
+@triton.jit
+def down_products(
+    h, w, ids, weights, t, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum [BN] of the weighted down products of token t's experts, rows of block pn."""
+    o_n = pn * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    steps: tl.constexpr = (F + BK - 1) // BK
+    even: tl.constexpr = (D % BN == 0) and (F % BK == 0)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for i in tl.range(0, KS * steps, num_stages=STAGES):
+        n = t * KS + i // steps
+        k = (i % steps) * BK
+        e = tl.load(ids + n).to(tl.int64)
+        weight = tl.load(weights + n)
+        at = w + e * (D * F) + o_n[:, None] * F + k + o_k[None, :]
+        if even:
+            a = tl.load(at)
+            v = tl.load(h + n.to(tl.int64) * F + k + o_k)
+        else:
+            a = tl.load(at, mask=(o_n[:, None] < D) & (k + o_k[None, :] < F), other=0.0)
+            v = tl.load(h + n.to(tl.int64) * F + k + o_k, mask=k + o_k < F, other=0.0)
+        acc += a.to(tl.float32) * (v.to(tl.float32) * weight)[None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def down_products_fp8(
+    h, w, s, ids, weights, t, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``down_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
+    Q: tl.constexpr = min(BK, SIDE)
+    o_n = pn * BN + tl.arange(0, BN)
+    o_c = tl.arange(0, BK // Q)
+    o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
+    steps: tl.constexpr = (F + BK - 1) // BK
+    even: tl.constexpr = (D % BN == 0) and (F % BK == 0)
+    acc = tl.zeros((BN, BK // Q, Q), tl.float32)
+    for i in tl.range(0, KS * steps, num_stages=STAGES):
+        n = t * KS + i // steps
+        k = (i % steps) * BK
+        e = tl.load(ids + n).to(tl.int64)
+        weight = tl.load(weights + n)
+        at = w + e * (D * F) + o_n[:, None, None] * F + k + o_k[None, :, :]
+        if even:
+            a = tl.load(at)
+            v = tl.load(h + n.to(tl.int64) * F + k + o_k)
+        else:
+            a = tl.load(at, mask=(o_n[:, None, None] < D) & (k + o_k[None, :, :] < F), other=0.0)
+            v = tl.load(h + n.to(tl.int64) * F + k + o_k, mask=k + o_k < F, other=0.0)
+        factor = weight * load_factors(factors_at(s, e, 0, pn * BN, D, F, 1), k, o_c, F, even)
+        acc += a.to(tl.float32) * (v.to(tl.float32) * factor[:, None])[None, :, :]
+    return tl.sum(tl.sum(acc, 2), 1)
+
+
+@triton.jit
+def add_bias(v, bias, o_r, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Add the bias of the rows to v, [len(o_r)]."""
+    if HAS_BIAS:
+        v += tl.load(bias + o_r, mask=o_r < N, other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def largest_of(x, size, BK: tl.constexpr):
+    """Give the largest magnitude of x, rounded down to a power of two, and its inverse."""
+    o_k = tl.arange(0, BK)
+    top = tl.max(tl.abs(tl.load(x + o_k, mask=o_k < size, other=0.0).to(tl.float32)), 0)
+    bits = top.to(tl.int32, bitcast=True) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True), tl.maximum(0x7F000000 - bits, 0x00800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack_pairs(x, o_j, inside, inverse):
+    """Load the pairs o_j of x, bfloat16, times ``inverse``: float16, two to an int32."""
+    pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + o_j, mask=inside, other=0)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 a, b; .reg .b32 t; shl.b32 t, $1, 16; mov.b32 a, t; and.b32 t, $1, 0xffff0000; mov.b32 b, t; "
+        "mul.f32 a, a, $2; mul.f32 b, b, $2; cvt.rn.f16x2.f32 $0, b, a; }",
+        "=r,r,f", [pairs, inverse], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def multiply_fours(a, x01, x23):
+    """Sum the products of four values of FP8, an int32 each, with four of float16, in float16 two by two."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; .reg .b32 p, q; .reg .f32 u, v; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 p, l; "
+        "cvt.rn.f16x2.e4m3x2 q, h; mul.rn.f16x2 p, p, $2; fma.rn.f16x2 p, q, $3, p; mov.b32 {l, h}, p; "
+        "cvt.f32.f16 u, l; cvt.f32.f16 v, h; add.f32 $0, u, v; }",
+        "=f,r,r,r", [a, x01, x23], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_row(x, t, D: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr):
+    """Load row t of x, 0 past D: float32 [P, PART], twice, and 1; packed, two int32 [P, PART / 4] and their factor."""
+    x += t.to(tl.int64) * D
+    if PACKED:
+        top, inverse = largest_of(x, D, BK)
+        o_j = tl.arange(0, BK // PART)[:, None] * (PART // 2) + 2 * tl.arange(0, PART // 4)[None, :]
+        inside = o_j < D // 2
+        return pack_pairs(x, o_j, inside, inverse), pack_pairs(x, o_j + 1, inside, inverse), top
+    else:
+        o_k = tl.arange(0, BK // PART)[:, None] * PART + tl.arange(0, PART)[None, :]
+        if BK == D:
+            v = tl.load(x + o_k).to(tl.float32)
+        else:
+            v = tl.load(x + o_k, mask=o_k < D, other=0.0).to(tl.float32)
+        return v, v, 1.0
+
+
+@triton.jit
+def load_rows(w, o_n, D: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr):
+    """Load rows o_n of a matrix [N, D] whole, as [BN, P, PART], or fours of FP8 [BN, P, PART / 4]; 0 outside.
+
+    Each weight is read once in a step: what is fetched ahead shall outlive it in the cache.
+    """
+    if PACKED:
+        w = w.to(tl.pointer_type(tl.int32))
+    per: tl.constexpr = PART // 4 if PACKED else PART
+    LD: tl.constexpr = D // 4 if PACKED else D
+    o_k = tl.arange(0, BK // PART)[:, None] * per + tl.arange(0, per)[None, :]
+    at = w + o_n[:, None, None] * LD + o_k[None, :, :]
+    if (N % BN == 0) and (BK == D):
+        a = tl.load(at, eviction_policy="evict_first")
+    else:
+        a = tl.load(
+            at,
+            mask=(o_n[:, None, None] < N) & (o_k[None, :, :] < LD),
+            other=0 if PACKED else 0.0,
+            eviction_policy="evict_first",
+        )
+    return a
+
+
+@triton.jit
+def sum_rows(a, x0, x1, factor, top, PACKED: tl.constexpr):
+    """Sum [BN] of the products of what ``load_rows`` and ``load_row`` gave; ``factor`` [P] is of each part, or None."""
+    if PACKED:
+        return tl.sum(tl.sum(multiply_fours(a, x0[None, :, :], x1[None, :, :]), 2) * factor[None, :], 1) * top
+    else:
+        if factor is not None:
+            x0 = x0 * factor[:, None]
+        return tl.sum(tl.sum(a.to(tl.float32) * x0[None, :, :], 2), 1)
+
+
+@triton.jit
+def gate_up_at_once(v, w, s, e, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Gate and up products [BN] of v, which ``load_row`` loaded, with expert e, rows of block pn; BK >= D."""
+    o_n = pn * BN + tl.arange(0, BN)
+    o_c = tl.arange(0, BK // PART)
+    at = w + e.to(tl.int64) * (2 * F * D)
+    a = load_rows(at, o_n, D, F, BN, BK, False)
+    b = load_rows(at + F * D, o_n, D, F, BN, BK, False)
+    if s is None:
+        g = sum_rows(a, v, v, None, 1.0, False)
+        u = sum_rows(b, v, v, None, 1.0, False)
+    else:
+        of_gate = load_factors(factors_at(s, e, 0, pn * BN, F, D, 2), 0, o_c, D, BK == D)
+        of_up = load_factors(factors_at(s, e, 1, pn * BN, F, D, 2), 0, o_c, D, BK == D)
+        g = sum_rows(a, v, v, of_gate, 1.0, False)
+        u = sum_rows(b, v, v, of_up, 1.0, False)
+    return g, u
+
+
+@triton.jit
+def down_part(
+    w, s, ids, weights, t, pn, first, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Load BK of the F * KS columns that token t's experts have side by side, from ``first`` on; F is whole parts.
+
+    Returns:
+        Weights [BN, P, PART], and what each part is times [P], the routing's weight and the factor.
+    """
+    of_expert: tl.constexpr = F // PART
+    o_n = pn * BN + tl.arange(0, BN)
+    o_p = first // PART + tl.arange(0, BK // PART)
+    inside = o_p < KS * of_expert
+    n = t * KS + tl.minimum(o_p // of_expert, KS - 1)
+    e = tl.load(ids + n).to(tl.int64)
+    factor = tl.where(inside, tl.load(weights + n), 0.0)
+    columns = (e * (D * F) + o_p % of_expert * PART)[None, :, None] + tl.arange(0, PART)[None, None, :]
+    at = w + columns + o_n[:, None, None] * F
+    if D % BN == 0:
+        a = tl.load(at, mask=inside[None, :, None], other=0.0, eviction_policy="evict_first")
+    else:
+        inside_n = inside[None, :, None] & (o_n[:, None, None] < D)
+        a = tl.load(at, mask=inside_n, other=0.0, eviction_policy="evict_first")
+    if s is not None:
+        factor *= tl.load(factors_at(s, e, 0, pn * BN, D, F, 1) + o_p % of_expert)
+    return a, factor
+
+
+@triton.jit
+def multiply_part(h, a, factor, t, first, F: tl.constexpr, KS: tl.constexpr, BK: tl.constexpr):
+    """Sum [BN] of the products of what ``down_part`` loaded with the token's rows of h."""
+    o_p = first // PART + tl.arange(0, BK // PART)
+    o_k = o_p[:, None] * PART + tl.arange(0, PART)[None, :]
+    v = tl.load(h + t.to(tl.int64) * (KS * F) + o_k, mask=o_k < KS * F, other=0.0).to(tl.float32)
+    return sum_rows(a, v, v, factor, 1.0, False)
+
+
+@triton.jit
+def down_side_by_side(
+    h, w, s, ids, weights, t, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``down_products`` over the columns of all of the token's experts, BK at a time, whichever expert they are of."""
+    acc = tl.zeros((BN,), tl.float32)
+    for first in tl.range(0, KS * F, BK, num_stages=STAGES):
+        a, factor = down_part(w, s, ids, weights, t, pn, first, D, F, KS, BN, BK)
+        acc += multiply_part(h, a, factor, t, first, F, KS, BK)
+    return acc
