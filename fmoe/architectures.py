@@ -16,6 +16,7 @@ from fmoe.models import (
     ernie4_5_moe,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     granitemoe,
     hunyuan_v1_moe,
     mixtral,
@@ -118,6 +119,7 @@ KNOWN: tuple[Architecture, ...] = (
     hunyuan_v1_moe,
     ernie4_5_moe,
     olmoe,
+    gpt_oss,
 )
 _LLAMA4 = "a weight multiplies the input of an expert instead of its output, and attention is chunked; neither is built"
 REFUSED: Mapping[str, str] = {  # model_type and architectures of families that are known, and why they do not run

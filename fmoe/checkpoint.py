@@ -38,6 +38,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MXFP4_FAMILIES = ("gpt_oss",)  # whose experts are read in MXFP4
 FP8_KEYS = {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
@@ -228,18 +229,27 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:
-    """Refuse quantisations that cannot be read: all but FP8 in blocks of 128 x 128, with factors beside the weights.
+    """Refuse quantisations that cannot be read: all but FP8 in blocks of 128 x 128, and MXFP4 of some families.
 
-    Which tensors are quantised is not asked here: the names of the factors tell.
+    Which tensors are quantised is not asked here: the names of the factors beside them tell.
     """
     for part in (config, _text_config(config)):
         quantization = part.get("quantization_config")
         if quantization is None:
             continue
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if method == "mxfp4":
+            family = part.get("model_type")
+            if family not in MXFP4_FAMILIES:
+                raise NotImplementedError(
+                    f"config.json has quant_method 'mxfp4' with model_type {family!r:.80}; implemented is "
+                    f"{', '.join(map(repr, MXFP4_FAMILIES))}; use the unquantised checkpoint"
+                )
+            continue
         if method != "fp8":
             raise ValueError(
-                f"config.json has the unknown quant_method {method!r}; known are 'fp8'; use the unquantised checkpoint"
+                f"config.json has the unknown quant_method {method!r}; known are 'fp8', 'mxfp4'; "
+                "use the unquantised checkpoint"
             )
         for key, known in FP8_KEYS.items():
             if isinstance(quantization, dict) and quantization.get(key, known) != known:

@@ -20,7 +20,16 @@ from fmoe.functional.quant import weight_shape
 from fmoe.functional.routing import RouterConfig
 
 from .architectures import DIFFER, SCALE, Architecture, FamilyConfig, Params, find_architecture, ignored_tensors
-from .checkpoint import INDEX, check_quantization, config_dtype, is_present, open_checkpoint, read_config, stored_dtype
+from .checkpoint import (
+    INDEX,
+    TensorInfo,
+    check_quantization,
+    config_dtype,
+    is_present,
+    open_checkpoint,
+    read_config,
+    stored_dtype,
+)
 from .loading import check_params, count_elements, count_params, make_meta_params, named_tensors
 from .model import CPU_COMPILE_TOKENS, Compile, find_folder, text_config
 from .placing import available_bytes, resolve_device, resolve_dtype, why_not_fp8
@@ -30,6 +39,7 @@ from .random_weights import quantised_names
 USUAL_TOKENS = 4096
 PARTS = ("embedding", "head", "mixers", "dense MLPs", "routers", "routed experts", "shared experts", "norms")
 META = torch.device("meta")
+IN_FP8, IN_MXFP4 = ", most weights in FP8 blocks", ", experts in MXFP4"
 EXPERT_FIELDS = ("compute_experts", "compute_experts_decode")
 ROUTER_FIELDS = ("w_router_ED", "bias_E", "bias_logits_E")
 
@@ -142,7 +152,7 @@ def describe(
         family=getattr(architecture, "__name__", "").rpartition(".")[2],
         model_type=str(raw.get("model_type")),
         weights=weights.note,
-        stored_dtype=_short(weights.dtype) + (", most weights in FP8 blocks" if weights.fp8 else ""),
+        stored_dtype=_short(weights.dtype) + weights.blocks,
         hidden_size=config.decoder.hidden_size,
         vocab_size=config.decoder.vocab_size,
         max_context=config.decoder.max_context,
@@ -162,7 +172,7 @@ class _Weights(NamedTuple):
     note: str
     dtype: torch.dtype
     names: Container[str]
-    fp8: bool  # some are factors of FP8 blocks
+    blocks: str  # which of them are quantised, for people
 
 
 def _build(architecture: Architecture, config: FamilyConfig, fill: Any) -> Params:
@@ -180,19 +190,27 @@ def _find_weights(folder: Path, architecture: Architecture, config: FamilyConfig
         except (ValueError, NotImplementedError) as error:
             note += f"; those of this config.json cannot be loaded: {error}"
         names = quantised_names(raw)
-        return _Weights(note, named or torch.bfloat16, names, bool(names))
-    fp8 = False
+        quantization = raw.get("quantization_config")
+        mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+        return _Weights(note, named or torch.bfloat16, names, IN_FP8 if names else IN_MXFP4 if mxfp4 else "")
+    blocks = ""
     try:
         checkpoint = open_checkpoint(folder)
         names, stored = checkpoint.tensors, stored_dtype(checkpoint)
-        fp8 = any(name.endswith(SCALE) for name in checkpoint.tensors)
+        blocks = _name_blocks(checkpoint.tensors)
         ignore = ignored_tensors(config.decoder)
         report = check_params(partial(_build, architecture, config), checkpoint, dtype=stored, ignore=ignore)
     except (ValueError, NotImplementedError, OSError) as error:
-        return _Weights(f"these cannot be loaded: {error}", named or torch.bfloat16, names, fp8)
+        return _Weights(f"these cannot be loaded: {error}", named or torch.bfloat16, names, blocks)
     unused = f"; {len(report.ignored)} more are not used" if report.ignored else ""
     note = f"{report.read} tensors ({format_bytes(report.read_bytes)}) that agree with config.json{unused}"
-    return _Weights(note, stored, names, fp8)
+    return _Weights(note, stored, names, blocks)
+
+
+def _name_blocks(tensors: Mapping[str, TensorInfo]) -> str:
+    if any(name.endswith(SCALE) for name in tensors):
+        return IN_FP8
+    return IN_MXFP4 if any(info.dtype == torch.uint8 for info in tensors.values()) else ""
 
 
 def _plan_params(

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fmoe.functional.quant import FP8, Fp8, Weight, dequantize
+from fmoe.functional.quant import FP4_BLOCK, FP8, Fp8, Weight
 
 from .architectures import SCALE, Fill, Piece
 from .checkpoint import (
@@ -30,11 +30,13 @@ from .checkpoint import (
     list_names,
     stored_dtype,
 )
-from .fp8_blocks import ScalePiece, copy_dequantized_, find_factor_faults, gather_scale_, plan_blocks
+from .filling import copy_blocks_, copy_mxfp4_, copy_piece_
+from .fp8_blocks import ScalePiece, find_factor_faults, gather_scale_, plan_blocks
 from .placing import why_not_fp8
 from .tiling import box_shape, count_uncovered, select_box
 
 PROGRESS_DELAY_S = 2.0
+GIB = 2**30
 LISTED = 20  # names in one message
 STAND_IN_ELEMENTS = 1 << 20  # up to here the check runs a piece's map on the CPU, beyond it on the meta device
 
@@ -53,6 +55,7 @@ class LoadReport:
     read: int  # checkpoint tensors that are read
     read_bytes: int
     ignored: tuple[str, ...]  # checkpoint tensors that are left alone
+    mxfp4: bool = False  # some of those that are read are in MXFP4
 
 
 class _Request(NamedTuple):
@@ -132,11 +135,15 @@ def load_params(
         keep_fp8: keep weights in FP8 blocks as they are; None does so where the device computes with them. Others
             become plain numbers of their parameter's dtype.
     """
-    check_params(build, checkpoint, dtype=dtype, ignore=ignore)
+    report = check_params(build, checkpoint, dtype=dtype, ignore=ignore)
+    if report.mxfp4:
+        sizes = report.param_bytes / GIB, report.read_bytes / GIB
+        text = "weights in MXFP4 become %s (no kernel reads MXFP4): the model takes %.1f GiB, its files have %.1f GiB"
+        logger.info(text, str(dtype).removeprefix("torch."), *sizes)
     why_not = why_not_fp8(device) if keep_fp8 is None else "" if keep_fp8 else "as asked for"
     if why_not and any(info.dtype == FP8 for info in checkpoint.tensors.values()):
         size = count_params(make_meta_params(build, dtype=dtype, names=checkpoint.tensors, keep_fp8=False))[1]
-        logger.info("weights in FP8 become %s (%s): %.1f GiB", str(dtype).removeprefix("torch."), why_not, size / 2**30)
+        logger.info("weights in FP8 become %s (%s): %.1f GiB", str(dtype).removeprefix("torch."), why_not, size / GIB)
     fill = _Recorder(checkpoint.tensors, dtype=dtype, device=device, keep_fp8=not why_not)
     params = build(fill)
     for reason, torn in fill.torn.items():
@@ -161,7 +168,7 @@ def load_params(
         disable=None if progress is None else not progress,
     ) as bar:
         for file in sorted(by_file):
-            _read_shard(file, by_file[file], factors, bar.update)
+            _read_shard(file, by_file[file], factors, checkpoint.tensors, bar.update)
     return params
 
 
@@ -177,6 +184,8 @@ def check_params(
     pieces = [piece for request in fill.requests for piece in request.pieces]
     used = {piece.name for piece in pieces}
     used |= {f"{name}{SCALE}" for name in used if f"{name}{SCALE}" in tensors}
+    exponents = {piece.exponents for piece in pieces if piece.exponents is not None}
+    used |= exponents
     unread = [name for name in tensors if name not in used]
     found = _check_pieces(pieces, checkpoint)
     for kind, name, message in faults:
@@ -193,7 +202,7 @@ def check_params(
         raise ValueError(_describe(found, checkpoint))
     num_params, param_bytes = count_params(params)
     read_bytes = sum(tensors[name].nbytes for name in used)
-    return LoadReport(num_params, param_bytes, len(used), read_bytes, tuple(unread))
+    return LoadReport(num_params, param_bytes, len(used), read_bytes, tuple(unread), mxfp4=bool(exponents))
 
 
 def make_meta_params(
@@ -261,16 +270,20 @@ def _read_shard(
     file: Path,
     reads: Sequence[tuple[TensorInfo, Piece, Tensor]],
     factors: Mapping[str, Tensor],
+    tensors: Mapping[str, TensorInfo],
     advance: Callable[[int], object],
 ) -> None:
     """Copy one file's tensors to their places, in the order of their bytes; its mapping ends with this call."""
     with _open_shard(file) as shard:
         for info, piece, param in sorted(reads, key=lambda read: read[0].offset):
             source = shard.get_tensor(piece.name)
-            if source.dtype == FP8 and param.dtype != FP8:
-                infinite = _copy_blocks(piece, source, factors[f"{piece.name}{SCALE}"], param)
+            if piece.exponents is not None:
+                with _open_shard(tensors[piece.exponents].file) as other:
+                    infinite = copy_mxfp4_(piece, source, other.get_tensor(piece.exponents), param)
+            elif source.dtype == FP8 and param.dtype != FP8:
+                infinite = copy_blocks_(piece, source, factors[f"{piece.name}{SCALE}"], param)
             else:
-                infinite = _copy_piece(piece, source, param)
+                infinite = copy_piece_(piece, source, param)
             if infinite:
                 raise ValueError(
                     f"{piece.name} in {file} has {infinite} values beyond {torch.finfo(torch.float16).max:g}, the "
@@ -288,34 +301,14 @@ def _open_shard(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} cannot be read ({error}); download it again") from error
 
 
-def _copy_piece(piece: Piece, source: Tensor, param: Tensor) -> int:
-    """Write a checkpoint tensor to its place; returns how many finite values became infinite."""
-    place = param[piece.into]
-    if source.dtype == FP8:  # as bytes: FP8 values do not pass through all that a take may call
-        place, source = place.view(torch.uint8), source.view(torch.uint8)
-    values = source if piece.take is None else piece.take(source)
-    place.copy_(values)
-    if param.dtype != torch.float16 or values.dtype == torch.float16:
-        return 0
-    return int(place.isinf().sum()) - int(values.isinf().sum())
-
-
-def _copy_blocks(piece: Piece, source: Tensor, factors: Tensor, param: Tensor) -> int:
-    """Write a tensor in FP8 blocks to its place as plain numbers; as ``_copy_piece``."""
-    place = param[piece.into]
-    if piece.take is None:
-        copy_dequantized_(place, source, factors)
-    else:
-        place.copy_(piece.take(dequantize(Fp8(source, factors), torch.float32)))
-    return int(place.isinf().sum()) if param.dtype == torch.float16 else 0
-
-
 def _check_pieces(pieces: Collection[Piece], checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Return, by kind, what is wrong with the tensors that the pieces name."""
     stored = stored_dtype(checkpoint)
     found: dict[str, list[str]] = {"missing tensors": [], "wrong shapes": [], "wrong dtypes": []}
     users: dict[str, list[Piece]] = {}
-    for piece in pieces:
+    exponents = [Piece(piece.exponents, piece.shape[:-1]) for piece in pieces if piece.exponents is not None]
+    mxfp4 = {piece.name for piece in (*exponents, *(piece for piece in pieces if piece.exponents is not None))}
+    for piece in (*pieces, *exponents):
         users.setdefault(piece.name, []).append(piece)
     for name, used_by in users.items():
         info = checkpoint.tensors.get(name)
@@ -324,7 +317,7 @@ def _check_pieces(pieces: Collection[Piece], checkpoint: Checkpoint) -> dict[str
             continue
         for shape in {tuple(piece.shape) for piece in used_by} - {info.shape}:
             found["wrong shapes"].append(f"{name} (expected {list(shape)}, got {list(info.shape)})")
-        if problem := _check_dtype(name, info.dtype, stored, checkpoint.tensors):
+        if problem := _check_dtype(name, info.dtype, torch.uint8 if name in mxfp4 else stored, checkpoint.tensors):
             found["wrong dtypes"].append(problem)
     found["tensors used twice"] = [
         name for name, used_by in users.items() if len(used_by) > 1 and not all(piece.shares for piece in used_by)
@@ -339,6 +332,8 @@ def _check_pieces(pieces: Collection[Piece], checkpoint: Checkpoint) -> dict[str
 
 def _check_dtype(name: str, dtype: torch.dtype, stored: torch.dtype, names: Container[str]) -> str | None:
     short = str(dtype).removeprefix("torch.")
+    if stored == torch.uint8:
+        return None if dtype == stored else f"{name} (expected uint8, got {short})"
     if dtype in (stored, torch.float32):
         return None
     if dtype == FP8:
@@ -372,13 +367,16 @@ def _check_tiling(request: _Request) -> str | None:
 
 
 def _taken_shape(piece: Piece) -> tuple[int, ...]:
-    """Return the shape in which a piece reaches its parameter."""
+    """Return the shape in which a piece reaches its parameter; one in MXFP4 is taken matrix by matrix."""
+    outer, shape = piece.shape[:0], piece.shape
+    if piece.exponents is not None:
+        outer, shape = shape[:1], (*shape[1:-2], shape[-2] * FP4_BLOCK)
     if piece.take is None:
-        return tuple(piece.shape)
+        return *outer, *shape
     # arithmetic on meta tensors imports torch's decompositions, a second of start-up; one element is enough memory
-    small = prod(piece.shape) <= STAND_IN_ELEMENTS
-    stand_in = torch.zeros(()).expand(piece.shape) if small else torch.empty(piece.shape, device="meta")
-    return tuple(piece.take(stand_in).shape)
+    small = prod(shape) <= STAND_IN_ELEMENTS
+    stand_in = torch.zeros(()).expand(shape) if small else torch.empty(shape, device="meta")
+    return *outer, *piece.take(stand_in).shape
 
 
 def _describe(found: Mapping[str, list[str]], checkpoint: Checkpoint) -> str:

@@ -30,6 +30,9 @@ class Piece(NamedTuple):
     into: tuple[int | slice, ...] = ()  # index of the parameter that it fills; () is all of it
     take: Callable[[Tensor], Tensor] | None = None  # pure map from the stored tensor to parameter[into]
     shares: bool = False  # True where several pieces of one load read different parts of the same tensor
+    # Where the tensor is a stack in MXFP4, uint8 [E, N, D / 32, 16], the name of its exponents, uint8 [E, N, D / 32];
+    # ``take`` then gets the numbers of one matrix [N, D] after the other.
+    exponents: str | None = None
 
 
 class Fill(Protocol):

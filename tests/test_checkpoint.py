@@ -344,10 +344,19 @@ def test_stored_dtype_without_a_word_in_the_config(folder):
 
 def test_check_quantization():
     check_quantization({"quantization_config": None, "text_config": {}})
-    with pytest.raises(ValueError, match=r"unknown quant_method 'awq'; known are 'fp8'; use the unquantised"):
+    with pytest.raises(ValueError, match=r"unknown quant_method 'awq'; known are 'fp8', 'mxfp4'; use the un"):
         check_quantization({"text_config": {"quantization_config": {"quant_method": "awq"}}})
     with pytest.raises(ValueError, match="unknown quant_method None"):
         check_quantization({"quantization_config": {}})
+
+
+def test_check_quantization_of_mxfp4():
+    mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
+    check_quantization(mxfp4 | {"model_type": "gpt_oss"})
+    for other in ({"model_type": "qwen3_moe"}, {}):
+        match = f"'mxfp4' with model_type {other.get('model_type')!r}; implemented is 'gpt_oss'; use the unquantised"
+        with pytest.raises(NotImplementedError, match=match):
+            check_quantization(mxfp4 | other)
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,11 @@ def dequantize_mxfp4(codes: Tensor, exponents: Tensor, dtype: torch.dtype, /) ->
     Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 5.4.1.
     """
     values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=codes.device)
-    pairs = torch.stack((values[(codes & 15).int()], values[(codes >> 4).int()]), -1)
+    bytes_ = torch.arange(256, device=codes.device)
+    pairs = torch.stack((values[bytes_ & 15], values[bytes_ >> 4]), -1)
+    blocks = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], FP4_BLOCK)
     factors = exponents.view(torch.float8_e8m0fnu).float()
-    return (pairs.flatten(-2) * factors[..., None]).to(dtype).flatten(-2)
+    return (blocks * factors[..., None]).to(dtype).flatten(-2)
 
 
 def read_weight(w: Weight, dtype: torch.dtype, /, *, parts: int = 1) -> Tensor:

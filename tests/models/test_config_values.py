@@ -157,6 +157,15 @@ ERNIE = {
     "moe_use_aux_free": True,
     "moe_norm_gate_logits": True,
 }
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "attention_bias": True,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 FIVE = {
     "mlp_only_layers": [],
     "attn_output_gate": True,
@@ -178,6 +187,7 @@ FAMILIES = {
     "hunyuan_v1_moe": COMMON | HUNYUAN,
     "ernie4_5_moe": COMMON | ERNIE,
     "olmoe": COMMON | {"num_experts": 8, "norm_topk_prob": False, "clip_qkv": 8.0},
+    "gpt_oss": COMMON | GPT_OSS,
 }
 
 
