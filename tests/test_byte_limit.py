@@ -163,6 +163,19 @@ def test_blocks_of_fp8_are_counted_with_their_factors() -> None:
     assert size == pytest.approx(2 * 128 * 2048 + 8 * (3 * 768 * 2048 + 4 * 3 * 6 * 16))
 
 
+def test_biases_are_read_with_their_experts() -> None:
+    raw = {
+        "model_type": "gpt_oss", "vocab_size": 8, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    family = find_architecture(raw)
+    config = family.parse_config(raw)
+    params = make_meta_params(lambda fill: family.build_params(fill, config), dtype=torch.bfloat16)
+    caches = family.init_state(config, 1, 64, dtype=torch.bfloat16, device=torch.device("meta")).caches
+    size = count_work(params, config, caches, batch=1, context=0).bytes["MoE"]
+    assert size == 2 * (8 * (64 + 1) + 2 * (3 * 64 * 32 + 2 * 32 + 64))
+
+
 def test_the_limit_is_that_of_the_bytes_or_of_the_operations() -> None:
     work = Work({"MoE": 3e9, "head": 1e9}, {"MoE": 1e9, "head": 8e12}, 0.0)
     assert limit_seconds(work, Rates(2000.0, 4000.0, 100.0)) == pytest.approx(8.001e12 / 100e12)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -263,6 +264,14 @@ def test_candidates_run_through_the_models_ops(demo, implementation):
     )  # fmt: skip
     w = torch.randn(5, 256)
     torch.testing.assert_close(run("library", (), x, w), x @ w.T)
+
+
+def test_experts_that_no_kernel_computes_are_not_tuned_and_that_is_said(demo, caplog):
+    caplog.set_level(logging.INFO, logger="fmoe")
+    key = replace(moe_plan(demo).key, variant="biased")
+    (plan,) = search_plans(demo.params, demo.config.router, [key], CPU, requested="auto", search=Search())
+    assert (plan.key, {row.source for row in plan.rows}) == (key, {"rule"})
+    assert f"not tuned: {key} (functions alone run it, by rule)" in caplog.messages
 
 
 def test_the_levels_are_logged_once(demo, caplog):

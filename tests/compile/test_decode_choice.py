@@ -1,5 +1,7 @@
 """Where the decode kernels are taken, and what their wrappers do with sizes that the kernels do not take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,6 +46,14 @@ def test_kernels_are_taken_where_triton_runs(device, requested, with_triton):
 def test_the_references_stay(device, dtype, requested, with_triton):
     kernels = Kernels()
     assert add_decode_kernels(kernels, device, dtype, requested) is kernels
+
+
+def test_attention_with_sinks_keeps_the_references_and_the_rest_its_kernels(with_triton):
+    kernels, plain = (
+        add_decode_kernels(Kernels(), GPU, torch.bfloat16, "auto", sinks=sinks) for sinks in (True, False)
+    )
+    assert kernels == replace(plain, attend_step=None, attend_lengths=None)
+    assert (kernels.attend_decode, kernels.attend_prefill) == (attend, attend)
 
 
 def test_the_references_stay_where_triton_cannot_run(monkeypatch):

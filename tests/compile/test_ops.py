@@ -5,6 +5,7 @@ import torch
 from torch.library import opcheck
 
 from fmoe.compile.ops import (
+    compute_experts_few,
     compute_experts_op,
     compute_experts_planned,
     compute_moe_op,
@@ -15,7 +16,10 @@ from fmoe.compile.ops import (
     rule_to_numbers,
 )
 from fmoe.compile.plan import Plan, Row, moe_key
+from fmoe.compile.variants import activation_to_numbers
 from fmoe.functional import (
+    Activation,
+    ExpertBiases,
     MoEParams,
     RouterConfig,
     Routing,
@@ -71,6 +75,64 @@ def test_experts_opcheck(tokens, rng):
     x, routing, w_gate_up, w_down = expert_inputs(tokens, rng)
 
     opcheck(torch.ops.fmoe.experts.default, (x, *routing, w_gate_up, w_down, [], 0))
+
+
+def bias_inputs(rng):
+    return ExpertBiases(torch.randn(E, 2 * F, generator=rng), torch.randn(E, D, generator=rng))
+
+
+CLAMPED = Activation(1.3, 4.0, 1.0)
+
+
+def clamped_by_loop(x, routing, w_gate_up, w_down, biases):
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for t, (weights, ids) in enumerate(zip(routing.weights_TK.tolist(), routing.experts_TK.tolist(), strict=True)):
+        for weight, e in zip(weights, ids, strict=True):
+            z = w_gate_up[e].double() @ x[t].double() + biases.bias_gate_up_EP[e].double()
+            gate, up = z[:F].clamp(max=4.0), z[F:].clamp(-4.0, 4.0)
+            hidden = (up + 1) * gate / (1 + torch.exp(-1.3 * gate))
+            y[t] += weight * (w_down[e].double() @ hidden + biases.bias_down_ED[e].double())
+    return y
+
+
+EXPERT_FUNCTIONS = [compute_experts_op, compute_experts_planned, compute_experts_few]
+
+
+@pytest.mark.parametrize("function", EXPERT_FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("name", [None, "per_slot", "loop", "dense", "grouped", "triton", "apart"])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 33])
+def test_biases_and_an_activation_reach_every_function(tokens, name, function, rng):
+    """A plan that names kernels is not followed: they would leave both out."""
+    inputs, biases = expert_inputs(tokens, rng), bias_inputs(rng)
+    row = Row(-1, name, (), "tuned")
+    plans = () if name is None else encode_plans([Plan(moe_key(E, K, 0, 0, D, F, torch.float32), (row,))], "moe")
+
+    y = function(*inputs, biases, plans=plans, activation=CLAMPED)
+
+    expected = clamped_by_loop(*inputs, biases)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=2e-4)
+    zero = ExpertBiases(*map(torch.zeros_like, biases))
+    unbiased = function(*inputs, None, plans=plans, activation=CLAMPED)
+    torch.testing.assert_close(unbiased.double(), clamped_by_loop(*inputs, zero), rtol=1e-5, atol=2e-4)
+
+
+def test_experts_opcheck_with_biases(rng):
+    x, routing, w_gate_up, w_down = expert_inputs(4, rng)
+    numbers = activation_to_numbers(CLAMPED)
+    arguments = (x, *routing, w_gate_up, w_down, [], 0, None, None, *bias_inputs(rng), numbers)
+    opcheck(torch.ops.fmoe.experts.default, arguments)
+    opcheck(torch.ops.fmoe.experts.default, (*arguments[:-3], None, None, numbers))
+
+
+@pytest.mark.parametrize("function", [compute_experts_op, compute_experts_few], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("tokens", [1, 5, 33])
+def test_biases_and_an_activation_trace(tokens, function, rng):
+    inputs, biases = expert_inputs(tokens, rng), bias_inputs(rng)
+    compiled = torch.compile(
+        lambda *given: function(*given, activation=CLAMPED), fullgraph=True, backend="aot_eager", dynamic=False
+    )
+    y = compiled(*inputs, biases)
+    torch.testing.assert_close(y.double(), clamped_by_loop(*inputs, biases), rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 64, 65, 200])

@@ -44,6 +44,8 @@ def test_keys_name_sizes_and_dtype() -> None:
     assert str(KEY) == "moe E60 K4 S1 G1 D96 F40 float32"
     assert str(linear_key(7, 9, torch.bfloat16)) == "linear N7 D9 bfloat16"
     assert moe_key(60, 4, 1, 1, 96, 40, torch.float16) != KEY
+    biased = moe_key(60, 4, 1, 1, 96, 40, torch.float32, variant="biased")
+    assert biased != KEY and str(biased) == f"{KEY} biased"
 
 
 def test_bounds_are_the_middles() -> None:
@@ -126,6 +128,7 @@ def test_the_rule_takes_what_is_allowed() -> None:
     assert default_choice(KEY, GPU, 1, ("triton", "grouped")) == ("triton", SLOTS)
     assert default_choice(KEY, CPU, 1, ("grouped", "loop")) == ("loop", ())
     assert default_choice(KEY, CPU, 1, ("per_slot", "grouped")) == ("grouped", ())
+    assert {default_choice(KEY, GPU, tokens, FUNCTIONS) for tokens in BUCKETS} == {("grouped", ())}
     assert default_choice(linear_key(3, 4, torch.float32), GPU, 1, ("triton",)) == ("triton", ())
     assert [default_function(*sizes) for sizes in ((2, 5, 17), (7, 5, 17), (6, 5, 17), (33, 5, 17))] == [
         "loop", "dense", "grouped", "grouped",

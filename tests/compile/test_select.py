@@ -70,8 +70,8 @@ def machine(kind="cuda", *, triton=RUNS, aiter=ABSENT):
     return Capabilities(kind, "", "", 1, torch.__version__, triton, aiter, Availability(True))
 
 
-def ask(key=MOE, router=QWEN, *, biased=False, requested="auto", **options):
-    return decide(key, router, biased=biased, capabilities=machine(**options), requested=requested)
+def ask(key=MOE, router=QWEN, *, biased=False, requested="auto", sinks=False, **options):
+    return decide(key, router, biased=biased, capabilities=machine(**options), requested=requested, sinks=sinks)
 
 
 # The decision
@@ -174,6 +174,36 @@ def test_an_unknown_request_names_the_known_ones():
         check_requested("cuda")
 
 
+BIASED = replace(MOE, variant="biased non-SwiGLU")
+
+
+def test_experts_that_no_kernel_computes():
+    router, _ = RULES["gpt-oss"]
+    for aiter in (ABSENT, AITER):
+        decision = ask(BIASED, router, aiter=aiter)
+        assert (decision.experts, decision.routing, decision.record) == ("reference", "reference", None)
+        first = aiter.reason or "AITER is not asked to compute biased non-SwiGLU experts"
+        why = f"{first}; no Triton kernel computes biased non-SwiGLU experts"
+        assert decision.lines == (f"experts: reference ({why})", "routing: reference, as the experts")
+        assert decision.requested == "auto"  # projections and norms keep their kernels
+    assert ask(BIASED, router, requested="reference").lines == ()
+    with pytest.raises(RuntimeError, match="kernels='triton' cannot run here: no Triton kernel computes biased non"):
+        ask(BIASED, router, requested="triton")
+    with pytest.raises(RuntimeError, match="kernels='aiter' cannot run here: AITER is not asked to compute biased"):
+        ask(BIASED, router, requested="aiter", aiter=AITER)
+
+
+@pytest.mark.parametrize("key", [MOE, None], ids=["sparse", "dense"])
+def test_attention_that_no_kernel_computes(key):
+    for options in ({}, {"aiter": AITER}, {"kind": "cpu", "triton": LACKS}):
+        plain, sinks = (ask(key, sinks=sinks, **options) for sinks in (False, True))
+        line = "attention: reference (no kernel of attention has sinks)"
+        assert (plain.sinks, sinks) == (False, replace(plain, sinks=True, lines=(*plain.lines, line)))
+    with pytest.raises(RuntimeError, match="kernels='triton' cannot run here: no kernel of attention has sinks; use"):
+        ask(key, sinks=True, requested="triton")
+    assert ask(key, sinks=True, requested="reference").sinks
+
+
 # What the plans may name
 
 
@@ -190,6 +220,16 @@ def test_a_gpu_allows_the_kernels_first_and_apart_only_with_shared_slots():
 def test_aiters_layout_is_read_by_aiter_alone():
     assert list_allowed(MOE, GPU, requested="aiter", triton=RUNS) == ("aiter",)
     assert list_allowed(linear_key(8, 8, torch.bfloat16), GPU, requested="aiter", triton=RUNS) == ("library", "triton")
+
+
+def test_experts_that_no_kernel_computes_are_left_to_the_functions():
+    assert list_allowed(BIASED, GPU, triton=RUNS) == FUNCTIONS
+    assert list_allowed(BIASED, GPU, requested="reference", triton=RUNS) == FUNCTIONS
+    with pytest.raises(RuntimeError, match="no Triton kernel computes biased non-SwiGLU experts"):
+        list_allowed(BIASED, GPU, requested="triton", triton=RUNS)
+    plan = make_plan(BIASED, Device("cuda", "", "", 1, ""), allowed=FUNCTIONS)
+    assert {row.implementation for row in plan.rows} == {"grouped"}
+    assert choose(GPU, compiled=True, plans=[plan]).compute_moe is None
 
 
 def test_a_cpu_allows_the_functions():
