@@ -89,7 +89,7 @@ def test_default_settings_of_projections_fit(shape, target):
 def test_many_rows_of_one_token_are_shared_by_programs_that_stay():
     settings = default_linear_settings(1, 12352, 2048, FP8, "hopper")
     (launch,) = linear_launches(1, 12288, 2048, settings, rest=64)
-    assert (launch.kernel.__name__, settings.programs) == ("linear_stream", 258)  # 772 blocks of 16 rows, three each
+    assert (launch.kernel.__name__, settings.programs) == ("linear_streamed", 258)  # 772 blocks of 16 rows, three each
     assert find_misfits([launch], "sm_90") == []
 
 

@@ -58,7 +58,7 @@ def stream_blocks(
 
 
 @triton.jit
-def linear_stream(
+def linear_streamed(
     x, w, s, rest, bias, y, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def run_stream(x_1D: Tensor, fp8: Fp8, bias_N: Tensor | None, y_1N: Tensor, sett
     (outputs, hidden), rest = fp8.w.shape, 0 if fp8.rest_MD is None else fp8.rest_MD.shape[0]
     blocks, rest_rows = triton.cdiv(outputs, settings.rows), max(settings.rows // 4, 1)
     programs = min(settings.programs, blocks) + triton.cdiv(rest, rest_rows)
-    linear_stream[(programs,)](
+    linear_streamed[(programs,)](
         x_1D, fp8.w, fp8.scale, fp8.rest_MD, bias_N, y_1N, N=outputs, M=rest, D=hidden, HAS_BIAS=bias_N is not None,
         BN=settings.rows, BM=rest_rows, BK=settings.depth, PDL=settings.pdl, num_warps=settings.warps,
         **launch_options(settings.pdl),
