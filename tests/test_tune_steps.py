@@ -19,7 +19,7 @@ def test_candidates_of_a_projection_are_read_and_differ(dtype: torch.dtype) -> N
     known = {1: Entry("triton", tuple(linear_to_ints(LinearSettings(8, 256, 4, 4, 1, dot=False, pdl=False))), 1.0)}
     plan = make_plan(linear_key(12352, 2048, dtype), H200, tuned=known, allowed=("library", "triton"))
     found = [tuple(values) for values in candidates(plan)]
-    assert len(set(found)) == len(found) > 10
+    assert len(set(found)) >= len(found) - 1 > 10  # what the plan has now may be among them
     shared = [linear_from_ints(values).programs for values in found if linear_from_ints(values).programs]
     assert bool(shared) == (dtype == FP8)
 
