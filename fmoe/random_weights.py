@@ -29,7 +29,16 @@ NORM_STD = 0.1  # about one
 FP8_STD = 64.0  # of the stored values, whose largest is 448
 MOST_SEED = 2**63 - 1
 STACKED = (".experts.gate_up_proj", ".experts.down_proj")
-UNQUANTISED = ("lm_head", "embed_tokens", "gate", "shared_expert_gate", "in_proj_ba", "conv1d")
+UNQUANTISED = (
+    "lm_head",
+    "embed_tokens",
+    "gate",
+    "shared_expert_gate",
+    "in_proj_ba",
+    "in_proj_b",
+    "in_proj_a",
+    "conv1d",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ COMMON = {
 }  # fmt: skip
 QWEN = {"head_dim": 12, "num_experts": 5, "moe_intermediate_size": 24}
 ROUTED = {"n_routed_experts": 5, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention"], "partial_rotary_factor": 0.5,
+    "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 FAMILIES = {
-    "qwen3_next": QWEN | {
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
-        "layer_types": ["linear_attention", "full_attention"], "partial_rotary_factor": 0.5,
-        "shared_expert_intermediate_size": 24,
-    },
+    "qwen3_next": QWEN | DELTA,
+    "qwen3_5_moe_text": QWEN | DELTA,
     "qwen3_moe": QWEN | {"mlp_only_layers": [1]},
     "qwen2_moe": QWEN | {"qkv_bias": True, "shared_expert_intermediate_size": 36, "num_key_value_heads": 3},
     "mixtral": {"head_dim": 10, "num_local_experts": 3, "sliding_window": 4},
@@ -37,6 +39,8 @@ FAMILIES = {
         "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0, "tie_word_embeddings": True,
     },
     "hunyuan_v1_moe": {"head_dim": 12, "num_experts": 5, "rope_scaling": {"type": "dynamic", "alpha": 50.0}},
+    "ernie4_5_moe": {"head_dim": 10, "moe_num_experts": 5, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
+    "olmoe": {"head_dim": 10, "num_experts": 5, "clip_qkv": 0.7},
 }  # fmt: skip
 
 

@@ -11,8 +11,11 @@ from safetensors.torch import load_file
 from transformers import (
     DeepseekV3Config,
     Dots1Config,
+    Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    OlmoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
@@ -29,7 +32,16 @@ from fmoe.loading import load_params, named_tensors
 from ..fp8_checkpoints import dequantize_tensors, quantize_tensors, write_checkpoint
 from .parity import V, assert_equal_logits, decode, draw_ids, in_pieces, one_pass
 
-PLAIN = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate", "in_proj_ba", "conv1d")  # never in blocks
+PLAIN = (
+    "embed_tokens",
+    "lm_head",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "in_proj_ba",
+    "in_proj_b.",
+    "in_proj_a.",
+    "conv1d",
+)  # never in blocks
 BASE = {
     "vocab_size": V,
     "hidden_size": 200,
@@ -67,9 +79,13 @@ LATENT = ROUTED | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+ERNIE = {"moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1, "head_dim": 128}
 V3 = {key: BASE[key] for key in BASE if key != "num_experts"} | ROUTED
 MODELS = {
     "qwen3_next": Qwen3NextConfig(**BASE | NEXT),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**BASE | NEXT),
+    "ernie4_5_moe": Ernie4_5_MoeConfig(**{key: BASE[key] for key in BASE if key[:4] != "num_e"} | ERNIE),
+    "olmoe": OlmoeConfig(**BASE | {"hidden_size": 256, "eos_token_id": None}),
     "qwen3_moe": Qwen3MoeConfig(**BASE | {"head_dim": 128, "norm_topk_prob": True}),
     "deepseek_v3": DeepseekV3Config(**V3 | LATENT),
     "glm4_moe": Glm4MoeConfig(**V3 | {"head_dim": 128, "attention_bias": True, "use_qk_norm": True}),

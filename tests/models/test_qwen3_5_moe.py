@@ -1,6 +1,7 @@
 """models/qwen3_5_moe.py against transformers, on re-randomised tiny models that go through save_pretrained and load."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKR
 import fmoe
 from fmoe.architectures import find_architecture
 from fmoe.checkpoint import read_config
-from fmoe.loading import named_tensors
+from fmoe.loading import make_meta_params, named_tensors
 from fmoe.model import text_config
 from fmoe.models import qwen3_5_moe
+from fmoe.random_weights import quantised_names
 
 from ..fp8_checkpoints import write_checkpoint
 from .conftest import Reference, randomize_
@@ -342,3 +344,18 @@ def test_absent_keys_take_the_familys_defaults():
 def test_values_that_cannot_be(change, error, match):
     with pytest.raises(error, match=match):
         qwen3_5_moe.parse_config(PUBLISHED["text_config"] | change)
+
+
+def test_random_weights_in_fp8_blocks():
+    """As published in FP8: the small projections b and a stay plain, the large ones beside them do not."""
+    raw = PUBLISHED | {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}}
+    sizes = {"num_hidden_layers": 1, "layer_types": [L], "num_experts": 8}
+    config = qwen3_5_moe.parse_config(text_config(raw) | sizes)
+    params = make_meta_params(partial(build, config), dtype=torch.bfloat16, names=quantised_names(raw), keep_fp8=True)
+    w_in_ND = params.layers[0].mixer.w_in_ND
+    assert w_in_ND.w.shape == (12288, 2048) and w_in_ND.rest_MD.shape == (64, 2048)
+    assert params.layers[0].mlp.w_gate_up_EPD.w.dtype == torch.float8_e4m3fn
+
+
+def build(config, fill):
+    return qwen3_5_moe.build_params(fill, config)
