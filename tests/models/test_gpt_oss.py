@@ -1,5 +1,6 @@
 """models/gpt_oss.py against transformers, on re-randomised tiny models that go through save_pretrained and load."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
 import fmoe
 from fmoe.architectures import find_architecture
+from fmoe.compile import decode_choice
 from fmoe.compile.capabilities import AiterRecord, Availability, Capabilities
+from fmoe.compile.decode_choice import add_decode_kernels
+from fmoe.doctor import diagnose
 from fmoe.functional.routing import route, router_logits
 from fmoe.models import gpt_oss
 from fmoe.planning import decide_for, list_keys
@@ -226,6 +230,34 @@ def test_where_kernels_would_run_the_references_are_taken_and_named(model):
         decide_for(model.params, model.config, GPU, requested="triton")
     with pytest.raises(RuntimeError, match="kernels='aiter' cannot run here: aiter not installed"):
         decide_for(model.params, model.config, GPU, requested="aiter")
+
+
+@pytest.mark.parametrize("variant", ["plain"], scope="module")
+def test_what_runs_it_is_logged_and_in_doctor(reference, model, caplog):
+    with caplog.at_level(logging.DEBUG, "fmoe"):
+        loaded = fmoe.load(reference.folder, compile=False)
+    lines = diagnose(model=reference.folder, device="cpu").model.decision
+    assert lines == loaded.decision.lines == model.decision.lines
+    assert lines[0].startswith("experts: reference (")
+    assert lines[2] == "attention: reference (no kernel of attention has sinks)"
+    assert [message for message in caplog.messages if message in lines] == list(lines)
+
+
+@pytest.mark.parametrize("variant", ["plain"], scope="module")
+def test_decode_with_the_kernels_that_remain(model, monkeypatch):
+    """On a GPU those of norms and head; the references of attention get masks."""
+    taken = []
+
+    def add(kernels, device, dtype, requested, /, *, sinks):
+        taken.append(sinks)
+        return add_decode_kernels(kernels, device, dtype, "triton", sinks=sinks)
+
+    monkeypatch.setattr(fmoe.model, "add_decode_kernels", add)
+    monkeypatch.setattr(decode_choice, "probe_triton", lambda device: RUNS)
+    with_kernels = fmoe.load(model.folder, compile=False)
+    assert taken == [True, True]
+    assert with_kernels.eager.masked and with_kernels.graphs.masked
+    assert with_kernels.eager.choose is not None and model.eager.choose is None
 
 
 @pytest.mark.parametrize("variant", ["plain"], scope="module")
