@@ -1,6 +1,6 @@
 """OLMoE: 64 small experts in every layer, none shared; q and k are normed over all heads at once.
 
-Source: the published config.json of OLMoE-1B-7B-0924; arXiv:2409.02060, section 2 and appendix B.
+Source: the published config.json of OLMoE-1B-7B-0924; arXiv:2409.02060, section 2.
 """
 
 from dataclasses import replace
