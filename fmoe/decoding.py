@@ -197,8 +197,8 @@ def _open_batch(
     return SpeculativeBatch(batch, model, model.drafts.get()) if most else batch
 
 
-def explain_nan(model: Model, ids: Sequence[int], steps: Steps, /, *, chunk: int) -> str:
-    """Replay a row uncompiled from its first token and say where NaN or infinity first shows."""
+def explain_nan(model: Model, ids: Sequence[int], steps: Steps, /, *, chunk: int, drafted: bool = False) -> str:
+    """Replay a row uncompiled from its first token and say where NaN or infinity first shows; a dropped draft's may."""
     state = new_state(model, 1, len(ids))
     tokens_1T = torch.tensor([ids], dtype=torch.int64, device=model.device)
     for start in range(0, len(ids), chunk):
@@ -210,6 +210,10 @@ def explain_nan(model: Model, ids: Sequence[int], steps: Steps, /, *, chunk: int
             break
     if where is not None:
         return f"the logits hold NaN or infinity, which first shows in {where}; check its weights or load in float32"
+    if drafted:
+        return (
+            "the logits hold NaN or infinity, which the same tokens without drafts do not give; call without speculate"
+        )
     if steps.compiled:
         return (
             "the logits hold NaN or infinity, which the same tokens uncompiled do not give; "
