@@ -157,7 +157,9 @@ def decode_batch(
         batch.place(lengths, len(origin) if origin is not None else 0)
         for tokens, broken in batch.run(batch.choose(logits_BV), lengths, options.max_new_tokens, is_active):
             for row in filter(is_active, broken):
-                raise RuntimeError(explain_nan(model, [*prompts[row], *generated[row]], steps, chunk=chunk))
+                drafted = isinstance(batch, SpeculativeBatch)
+                told = batch.told[row] if isinstance(batch, SpeculativeBatch) else generated[row]
+                raise RuntimeError(explain_nan(model, [*prompts[row], *told], steps, chunk=chunk, drafted=drafted))
             for ids, token in zip(generated, tokens, strict=True):
                 ids.append(token.id)
             try:
