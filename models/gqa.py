@@ -202,7 +202,10 @@ def _attend_projected(
     if norm_HC is not None and config.rotates_first:
         qk_BTHC = rms_norm(qk_BTHC, norm_HC, eps=config.eps)
     q_BTHC, k_BTJC = qk_BTHC.split_with_sizes([config.heads, config.kv_heads], 2)
-    append_kv_(cache, k_BTJC, v_BTN.view(*step, config.kv_heads, config.head_size), placement.positions_BT)
+    v_BTJC = v_BTN.view(*step, config.kv_heads, config.head_size)
+    if placement.kept_B is not None:  # a weight of zero would not keep a draft's NaN from the tokens before it
+        k_BTJC, v_BTJC = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in (k_BTJC, v_BTJC))
+    append_kv_(cache, k_BTJC, v_BTJC, placement.positions_BT)
     if placement.mask_BTM is None:  # a kind that attend_step does not do
         attend = kernels.attend_lengths if placement.kept_B is None else kernels.attend_few_lengths
         assert attend is not None and config.window is None and sinks_H is None

@@ -156,6 +156,8 @@ def latent_mixer(
     rotary_BTHC = rotate(rotary_BTHC, placement.cos_BTR, placement.sin_BTR)
     key_BTC = rotate(key_BTC[:, :, None], placement.cos_BTR, placement.sin_BTR)[:, :, 0]
     latent_BTR = torch.cat((rms_norm(latent_BTR, params.norm_R, eps=LATENT_EPS), key_BTC), -1)
+    if placement.kept_B is not None:  # a weight of zero would not keep a draft's NaN from the tokens before it
+        latent_BTR = torch.nan_to_num(latent_BTR, 0.0, 0.0, 0.0)
     append_latent_(cache, latent_BTR, placement.positions_BT)
     visible_BMR, limit = cache.latent_BMR, placement.lengths_B
     if placement.mask_BTM is not None:
