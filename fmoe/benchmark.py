@@ -8,7 +8,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from .ambient import check_model, undisturbed
+from .benchmark_drafts import DraftCase, measure_drafts
 from .benchmark_machine import finish, measure_rates, process_age_s, read_peak_bytes, reset_peak
 from .benchmark_parts import Profile, Watch, add_rest, count_moe_layers, profile_kernels, trace_kernels
 from .byte_limit import PARTS, Rates, Work, count_work, limit_seconds, part_limits
 from .decoding import Token, decode_batch, new_state, prefill
 from .loading import count_params, named_tensors
 from .model import Model, choose_steps
-from .options import Options, is_integer, resolve_options
+from .options import Options, Speculate, check_speculate, is_integer, resolve_options
 from .random_weights import MOST_SEED
 
 LOG = logging.getLogger("fmoe")
@@ -44,6 +45,7 @@ class Settings:
     new_tokens: steps of one sample of decode.
     repetitions: samples of each case.
     seed: of the prompts.
+    speculate: drafts of a step; 0 measures none, else decode is measured with them too.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8)
@@ -52,6 +54,7 @@ class Settings:
     new_tokens: int = 32
     repetitions: int = 5
     seed: int = 0
+    speculate: Speculate = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "prefill_tokens"):
@@ -63,6 +66,7 @@ class Settings:
                 raise ValueError(f"{name}={value!r} must be an int >= 1")
         if not is_integer(self.seed) or not 0 <= self.seed <= MOST_SEED:
             raise ValueError(f"seed={self.seed!r} must be an int in 0..{MOST_SEED}")
+        check_speculate(self.speculate)
 
     @property
     def decode_tokens(self) -> int:
@@ -145,6 +149,7 @@ class Benchmark:
     rates: Rates
     decode: tuple[DecodeCase, ...]
     prefill: tuple[PrefillCase, ...]
+    drafts: tuple[DraftCase, ...] = ()  # decode with drafts, where they were asked for
 
 
 def run_benchmark(
@@ -175,6 +180,7 @@ def run_benchmark(
         rates = measure_rates(model.device, model.dtype)
         LOG.info("this machine moves %.1f GB/s and computes %.2f TFLOP/s", rates.gbps, rates.tflops)
         decode = tuple(measure_decode(model, batch, settings, rates) for batch in settings.batch_sizes)
+        drafts = tuple(_measure_drafts(model, case, settings) for case in decode) if settings.speculate else ()
         prefills = tuple(measure_prefill(model, tokens, settings, rates) for tokens in settings.prefill_tokens)
     peaks += [case.peak_bytes for case in decode] + [case.peak_bytes for case in prefills]
     known = [peak for peak in peaks if peak is not None]
@@ -201,6 +207,7 @@ def run_benchmark(
         rates=rates,
         decode=decode,
         prefill=prefills,
+        drafts=drafts,
     )
 
 
@@ -248,6 +255,14 @@ def measure_decode(model: Model, batch: int, settings: Settings, rates: Rates, /
     )
     LOG.info("decode, batch %d: %.3f ms a step, %.2f x the limit", batch, ms, case.ratio)
     return case
+
+
+def _measure_drafts(model: Model, plain: DecodeCase, settings: Settings) -> DraftCase:
+    model.drafts.get()
+    prompts = draw_prompts(model, plain.batch, settings.context, settings.seed)
+    options = replace(_greedy(model, settings.decode_tokens), speculate=settings.speculate)
+    times = {"new_tokens": settings.new_tokens, "repetitions": settings.repetitions, "warm_ups": WARM_UPS}
+    return measure_drafts(model, prompts, options, plain=plain.tokens_per_s, **times)
 
 
 def measure_prefill(model: Model, tokens: int, settings: Settings, rates: Rates, /) -> PrefillCase:

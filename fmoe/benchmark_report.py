@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .benchmark import Benchmark, DecodeCase, PrefillCase
+from .benchmark_drafts import DraftCase
 from .info import format_bytes
 from .report import format_count
 
@@ -25,6 +26,8 @@ def format_benchmark(benchmark: Benchmark, /) -> str:
     lines = [*_format_head(benchmark), ""]
     if benchmark.decode:
         lines += [*_format_decode(benchmark.decode), ""]
+    if benchmark.drafts:
+        lines += [*_format_drafts(benchmark.drafts), ""]
     if benchmark.prefill:
         lines += [*_format_prefill(benchmark.prefill), ""]
     for case in benchmark.decode:
@@ -74,6 +77,16 @@ def _format_decode(cases: Iterable[DecodeCase]) -> Iterable[str]:
         limits = (f"{case.gbps:.1f}", f"{case.limit_ms:.3f}", f"{case.ratio:.2f}", f"{case.experts_counted:.1f}")
         cells = " ".join(f"{cell:>9}" for cell in (*numbers, *limits, kernels))
         yield f"         {cells}  {_size(case.peak_bytes)}"
+
+
+def _format_drafts(cases: Iterable[DraftCase]) -> Iterable[str]:
+    header = ("batch", "context", "drafts", "ms/step", "tok/step", "accepted", "tokens/s", "x plain")
+    yield "drafts   " + " ".join(f"{name:>9}" for name in header)
+    for case in cases:
+        speedup = "-" if case.speedup is None else f"{case.speedup:.2f}"
+        numbers = (f"{case.batch}", f"{case.context}", f"{case.speculate}", f"{case.ms_per_step:.3f}")
+        found = (f"{case.tokens_per_step:.2f}", f"{case.acceptance:.3f}", f"{case.tokens_per_s:.1f}", speedup)
+        yield "         " + " ".join(f"{cell:>9}" for cell in (*numbers, *found))
 
 
 def _format_prefill(cases: Iterable[PrefillCase]) -> Iterable[str]:

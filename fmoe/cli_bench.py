@@ -17,10 +17,12 @@ from .cli_options import (
     loading,
     quiet_progress,
     running,
+    speculate_option,
     split_options,
     switches,
 )
 from .model import load
+from .options import Speculate
 
 USUAL = Settings()
 
@@ -60,6 +62,7 @@ def _write_sizes(sizes: tuple[int, ...]) -> str:
 @click.option("--new-tokens", type=int, default=USUAL.new_tokens, show_default=True, help="Steps of one sample.")
 @click.option("--repetitions", type=int, default=USUAL.repetitions, show_default=True, help="Samples of each case.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of random weights and prompts.")
+@speculate_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it, too.")
 @switches
@@ -72,13 +75,14 @@ def bench_command(
     new_tokens: int,
     repetitions: int,
     seed: int,
+    speculate: Speculate,
     as_json: bool,
     plot: Path | None,
     quiet: bool,
     **options: Any,
 ) -> None:
     """Measure decode and prefill beside the least time that this machine's memory allows."""
-    settings = Settings(batch_sizes, context, prefill_tokens, new_tokens, repetitions, seed)
+    settings = Settings(batch_sizes, context, prefill_tokens, new_tokens, repetitions, seed, speculate)
     if plot is not None:
         check_plot(plot)
     loading_options, _ = split_options(options)

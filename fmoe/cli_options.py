@@ -13,6 +13,7 @@ import torch
 from fmoe.compile.select import Requested
 
 from .model import Compile
+from .options import Speculate
 from .planning import Tune
 from .random_weights import Weights
 
@@ -113,6 +114,25 @@ running = options(
         help="CPU threads; on a busy machine, or with a small model, 1 is often fastest.  [default: torch's choice]",
     ),
 )
+
+
+def _read_drafts(context: click.Context, parameter: click.Parameter, value: str) -> Speculate:
+    if value == "auto":
+        return "auto"
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} must be a whole number or auto") from None
+
+
+speculate_option = click.option(
+    "--speculate",
+    default="0",
+    show_default=True,
+    callback=_read_drafts,
+    metavar="N|auto",
+    help="Tokens that the model's own draft (MTP) layer drafts for each step; the text stays the same.",
+)
 sampling = options(
     click.option("--max-new-tokens", type=int, default=128, show_default=True, help="At most this many tokens."),
     click.option("--temperature", type=float, help=f"0 is greedy. {OWN}"),
@@ -123,6 +143,7 @@ sampling = options(
     click.option("--seed", type=int, default=0, show_default=True, help="Prompt i is sampled with SEED + i."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
     click.option("--ignore-eos", is_flag=True, help="Go on after end-of-sequence tokens."),
+    speculate_option,
 )
 
 

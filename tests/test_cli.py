@@ -102,7 +102,8 @@ def test_json_is_one_object_on_one_line(loaded: fmoe.Model) -> None:
     [expected] = fmoe.generate(loaded, PROMPT, max_new_tokens=5, temperature=0, logprobs=2)
     assert result.stdout.count("\n") == 1
     found = json.loads(result.stdout)
-    assert list(found) == ["text", "token_ids", "finish_reason", "prompt_token_ids", "logprobs"]
+    keys = ["text", "token_ids", "finish_reason", "prompt_token_ids", "logprobs", "drafted", "accepted"]
+    assert list(found) == keys and found["drafted"] == found["accepted"] == 0
     assert found["text"] == expected.text
     assert found["token_ids"] == [*expected.token_ids]
     assert found["finish_reason"] == "length"
@@ -114,6 +115,17 @@ def test_json_is_one_object_on_one_line(loaded: fmoe.Model) -> None:
 
 def test_json_without_logprobs_has_null(loaded: fmoe.Model) -> None:
     assert json.loads(run(*GENERATE, PROMPT, "--json").stdout)["logprobs"] is None
+
+
+def test_drafts_change_no_text_and_are_counted(loaded: fmoe.Model) -> None:
+    plain = json.loads(run(*GENERATE, PROMPT, "--json").stdout)
+    for drafts in ("2", "auto"):
+        found = json.loads(run(*GENERATE, PROMPT, "--json", "--speculate", drafts).stdout)
+        assert found["token_ids"] == plain["token_ids"]
+        assert drafts == "auto" or 0 <= found["accepted"] <= found["drafted"] > 0
+    assert run(*GENERATE, PROMPT, "--speculate", "1").stdout == run(*GENERATE, PROMPT).stdout
+    assert "'many' must be a whole number or auto" in run(*GENERATE, PROMPT, "--speculate", "many").stderr
+    assert "speculate=9 must be 'auto' or an int in 0..8" in run(*GENERATE, PROMPT, "--speculate", "9").stderr
 
 
 def test_a_prompts_file_gives_one_object_per_line_in_order(loaded: fmoe.Model, tmp_path: Path) -> None:
@@ -156,7 +168,7 @@ def test_every_option_reaches_generate(loaded: fmoe.Model, monkeypatch: pytest.M
     monkeypatch.setattr(cli, "generate", lambda model, prompts, **options: calls.append(options) or [])
     monkeypatch.setattr(cli, "load", lambda path, **options: calls.append(options) or loaded)
     flags = "--max-new-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --repetition-penalty 1.2 --seed 4"
-    flags += " --stop x --stop yz --ignore-eos --logprobs 1 --batch-size 3 --json -q"
+    flags += " --stop x --stop yz --ignore-eos --logprobs 1 --batch-size 3 --speculate 2 --json -q"
     flags += " --device cpu --dtype bfloat16 --shared-experts separate --compile off"
     flags += " --kernels reference --tune off --weights random --state-dtype bfloat16"
     assert run("generate", "--model", "demo", "a", *flags.split()).exit_code == 0
@@ -180,6 +192,7 @@ def test_every_option_reaches_generate(loaded: fmoe.Model, monkeypatch: pytest.M
             "min_p": 0.1,
             "repetition_penalty": 1.2,
             "seed": 4,
+            "speculate": 2,
             "stop": ("x", "yz"),
             "ignore_eos": True,
             "logprobs": 1,
