@@ -39,8 +39,11 @@ FAMILIES = {
         "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0, "tie_word_embeddings": True,
     },
     "hunyuan_v1_moe": {"head_dim": 12, "num_experts": 5, "rope_scaling": {"type": "dynamic", "alpha": 50.0}},
-    "ernie4_5_moe": {"head_dim": 10, "moe_num_experts": 5, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
-    "olmoe": {"head_dim": 10, "num_experts": 5, "clip_qkv": 0.7},
+    "ernie4_5_moe": {
+        "num_hidden_layers": 1, "head_dim": 10, "moe_num_experts": 5, "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 1, "moe_layer_start_index": 0,
+    },
+    "olmoe": {"num_hidden_layers": 1, "head_dim": 10, "num_experts": 5, "clip_qkv": 0.7},
 }  # fmt: skip
 
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Ernie4_5_MoeConfig
-from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter, apply_rotary_pos_emb
 
 import fmoe
 from fmoe.architectures import find_architecture
 from fmoe.checkpoint import read_config
+from fmoe.functional.rotary import apply_rotary
 from fmoe.functional.routing import route, router_logits
 from fmoe.loading import named_tensors
 from fmoe.models import ernie4_5_moe
@@ -303,3 +304,16 @@ def test_absent_keys_take_the_familys_defaults():
 def test_values_that_cannot_be(change, error, match):
     with pytest.raises(error, match=match):
         ernie4_5_moe.parse_config(A3B | change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotation_of_parted_channels_is_that_of_pairs(dtype, rng):
+    """To the last bit, with tables in float32: they are what the placement of the family has."""
+    x_BTHC = torch.randn(2, 5, 3, 10, generator=rng).to(dtype)
+    angles_BTR = 40 * torch.rand(2, 5, 5, generator=rng)
+    parted_BTHC = x_BTHC.unflatten(-1, (5, 2)).transpose(-1, -2).flatten(-2)
+    found_BTHC = apply_rotary(parted_BTHC, angles_BTR.cos(), angles_BTR.sin())
+    whole_BTC = torch.cat((angles_BTR, angles_BTR), -1)
+    expected_BHTC, _ = apply_rotary_pos_emb(*[x_BTHC.transpose(1, 2)] * 2, whole_BTC.cos(), whole_BTC.sin())
+    expected_BTHC = expected_BHTC.transpose(1, 2).unflatten(-1, (5, 2)).transpose(-1, -2).flatten(-2)
+    assert found_BTHC.dtype == dtype and torch.equal(found_BTHC, expected_BTHC)
