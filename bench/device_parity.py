@@ -150,6 +150,13 @@ def check_long_batch(device: str, tokens: int) -> Iterator[Check]:
     plain: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     best = fmoe.generate(model, prompts, **plain)
     yield Check("demo: the same by the kernel of the head", compare_tokens(best, alone), 0)
+    for drafts in (1, 3):
+        found = fmoe.generate(model, prompts, speculate=drafts, **plain)
+        yield Check(f"demo: the same with {drafts} drafts", compare_tokens(found, alone), 0)
+    prompt = draw_prompts(4000, (700,))[0]
+    (whole,) = fmoe.generate(model, [prompt], **options)
+    (rest,) = fmoe.generate(model, [prompt[512:]], state=fmoe.prefill(model, prompt[:512]), **options)
+    yield Check("demo: going on from a state", compare_tokens([rest], [whole]), 0)
 
 
 def check_fp8(device: str) -> Iterator[Check]:
