@@ -31,7 +31,7 @@ class Forced:
             if norm_D is self.norm_D:
                 logits_BTV = torch.zeros_like(logits_BTV)
                 for row, count in enumerate(self.counts):
-                    logits_BTV[row, 0, self.draft(row, count + self.drafted)] = 1.0
+                    logits_BTV[row, 0, self.draft(row, count + self.drafted) % logits_BTV.shape[-1]] = 1.0
                 self.drafted += 1
             return normed_BTD, logits_BTV
 
