@@ -26,6 +26,8 @@ DOORS = {
     "fmoe.compile.kernels": (
         "fmoe/compile/ops.py",
         "fmoe/compile/attend_ops.py",
+        "fmoe/compile/attend_few_ops.py",
+        "fmoe/compile/chunk_ops.py",
         "fmoe/compile/delta_ops.py",
         "fmoe/compile/head_ops.py",
         "fmoe/compile/linear_ops.py",

@@ -22,7 +22,7 @@ class AttendSettings:
 
     splits: programs that share the slots of one kv head; their sums are added in order by a second launch.
     slots: cache slots that one program reads at a time.
-    heads: query heads of one kv head that one program serves.
+    heads: query heads of one kv head that one program serves, counted once for each token of a sequence.
     channels: output channels that one program of the second launch writes.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
     """
@@ -91,7 +91,15 @@ def head_settings_from_ints(values: Sequence[int]) -> HeadSettings:
 
 
 def default_attend_settings(
-    batch: int, heads: int, kv_heads: int, size: int, slots: int, dtype: torch.dtype, *, target: Target = "cuda"
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    slots: int,
+    dtype: torch.dtype,
+    *,
+    target: Target = "cuda",
+    tokens: int = 1,
 ) -> AttendSettings:
     """Choose settings by rule.
 
@@ -103,6 +111,7 @@ def default_attend_settings(
         slots: M.
         dtype: of the cache.
         target: what the kernels are compiled for; AMD's shared memory holds less.
+        tokens: of each sequence.
 
     Returns:
         AttendSettings.
@@ -113,11 +122,16 @@ def default_attend_settings(
         block = 32 if size <= 128 else 16
     if wide:
         block = 16
-    programs = batch * kv_heads * -(-heads // (kv_heads * rows))
-    splits = min(-(-PROGRAMS // programs), -(-slots // block), MOST_SPLITS)
+    if tokens > 1 and not (wide and size > 256):
+        # Two blocks of rows would read the cache twice; four would not fit into the registers of every device.
+        rows = 16 if tokens * heads <= 16 * kv_heads else 32
+    programs = batch * kv_heads * -(-tokens * heads // (kv_heads * rows))
+    # Every split leaves a sum for each token: fewer are read back faster.
+    wanted = PROGRAMS if tokens <= 2 else PROGRAMS // 2
+    splits = min(-(-wanted // programs), -(-slots // block), MOST_SPLITS)
     # More would not fit into the shared memory of GPUs that are not made for data centres.
     stages = 1 if target == "hip" else 2 if wide or size > 128 else 3
-    warps = 8 if wide and target != "hip" else 4
+    warps = 8 if target != "hip" and (wide or (rows > 16 and size > 128)) else 4
     return AttendSettings(max(splits, 1), block, rows, warps, stages, pdl=target == "hopper")
 
 

@@ -36,12 +36,13 @@ def load_slots(p, slots, inside, o_c, stride, C: tl.constexpr, EVEN: tl.constexp
 def attend_slots(
     q_a, q_b, k, v, mask, stride_k, stride_v, first, last, top, total, acc_a, acc_b, SCALE: tl.constexpr,
     C: tl.constexpr, CA: tl.constexpr, CB: tl.constexpr, U: tl.constexpr, UA: tl.constexpr, UB: tl.constexpr,
-    SHARED: tl.constexpr, HAS_MASK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, HAS_MASK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, since=None, until=None,
 ):  # fmt: skip
     """Go on with a softmax over the slots [first, last) of one kv head.
 
     ``top`` is the largest score so far, times log2(e), ``total`` the sum of exponentials, ``acc`` the sum of values.
-    With SHARED, the values are the first U channels of the keys.
+    With SHARED, the values are the first U channels of the keys. A row sees slots from its ``since`` on and before its
+    ``until``, where these are given.
     """
     o_n = tl.arange(0, BN)
     o_ca = tl.arange(0, CA)
@@ -58,7 +59,12 @@ def attend_slots(
         if CB:
             k_b = load_slots(k, slots, inside, o_cb, stride_k, C, CA + CB <= C)
             scores = tl.dot(q_b, k_b.T, scores, input_precision="ieee")
-        scores = tl.where(inside[None, :], scores * (SCALE * 1.4426950408889634), float("-inf"))
+        seen = inside[None, :]
+        if since is not None:
+            seen = seen & (slots[None, :] >= since[:, None])
+        if until is not None:
+            seen = seen & (slots[None, :] < until[:, None])
+        scores = tl.where(seen, scores * (SCALE * 1.4426950408889634), float("-inf"))
         larger = tl.maximum(top, tl.max(scores, 1))
         # Where nothing was seen yet, -inf - -inf would be NaN.
         base = tl.where(larger == float("-inf"), 0.0, larger)
@@ -219,7 +225,7 @@ def mask_bytes(mask_B1M: Tensor | None) -> tuple[Tensor | None, int]:
     return mask_BM, mask_BM.stride(0)
 
 
-def _is_start_of(v: Tensor, k: Tensor) -> bool:
+def is_start_of(v: Tensor, k: Tensor) -> bool:
     """Tell whether the values are the first channels of the keys, so that one read serves both."""
     size = v.shape[-1]
     same = v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
@@ -271,7 +277,7 @@ def attend_one_token(
     kv_heads, slots, width = v_BJMU.shape[1:]
     q_BHC, k_BJMC = q_B1HC[:, 0], with_rows(k_BJMC)
     q_BHC = q_BHC if q_BHC.stride()[1:] == (size, 1) else q_BHC.contiguous()
-    shared = _is_start_of(v_BJMU, k_BJMC)
+    shared = is_start_of(v_BJMU, k_BJMC)
     v_BJMU = k_BJMC if shared else with_rows(v_BJMU)
     (ca, cb), (ua, ub) = cut_channels(size), cut_channels(width)
     mask, stride_m = mask_bytes(mask_B1M)

@@ -39,7 +39,10 @@ def read_normed(p, w, rows, ok, o_c, inverse, C: tl.constexpr, HAS_NORM: tl.cons
 
 @triton.jit
 def rotate_heads(p, w, cos, sin, rows, ok, o_c, inverse, C: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Channels o_c of the given heads, normed, and rotated in pairs (r, r + HALF); in the dtype of p."""
+    """Channels o_c of the given heads, normed, and rotated in pairs (r, r + HALF); in the dtype of p.
+
+    All heads are of the token at p, cos and sin; where these are columns of pointers, each is of a token of its own.
+    """
     y = read_normed(p, w, rows, ok, o_c, inverse, C, HAS_NORM)
     turned = o_c < 2 * HALF
     is_first = o_c < HALF
@@ -49,7 +52,7 @@ def rotate_heads(p, w, cos, sin, rows, ok, o_c, inverse, C: tl.constexpr, HALF: 
     c = tl.load(cos + o_r, mask=turned, other=1.0).to(tl.float32)
     s = tl.load(sin + o_r, mask=turned, other=0.0).to(tl.float32)
     s = tl.where(is_first, -s, s)
-    return (y * c[None, :] + other * s[None, :]).to(p.dtype.element_ty)
+    return (y * c + other * s).to(p.dtype.element_ty)
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def place_heads(
     p, w, cos, sin, rows, ok, C: tl.constexpr, CA: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr,
     HAS_NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate heads of one token: both blocks of their channels (with CB = 0 the second is the first)."""
+    """Norm and rotate heads, as ``rotate_heads``: both blocks of channels (with CB = 0 the second is the first)."""
     o_ca = tl.arange(0, CA)
     o_cb = CA + tl.arange(0, CB if CB else 16)
     inverse = tl.full((rows.shape[0],), 1.0, tl.float32)
