@@ -1,4 +1,7 @@
-"""Which kernels run one token of each sequence: attention, DeltaNet, residual with norm, and the choice of a token."""
+"""Which kernels run one token of each sequence: attention, DeltaNet, residual with norm, and the choice of a token.
+
+DeltaNet's chunk rule is chosen here as well, by the same conditions.
+"""
 
 from dataclasses import replace
 
@@ -11,6 +14,7 @@ from fmoe.functional.norm import add_rms_norm
 from fmoe.functional.sampling import sample_greedy
 
 from .attend_ops import attend_lengths_op, attend_step_op_
+from .chunk_ops import delta_prefill_kernels
 from .delta_ops import add_rms_norm_op, delta_decode_op
 from .head_ops import choose_tokens_op
 from .probing import probe_triton
@@ -23,7 +27,7 @@ MOST_ROWS = 16  # that one launch of the head takes
 def add_decode_kernels(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, requested: str, /, *, sinks: bool = False
 ) -> Kernels:
-    """Put Triton's kernels for T = 1 in the place of the references, wherever they run.
+    """Put Triton's kernels for T = 1, and the chunk rule's, in the place of the references, wherever they run.
 
     Args:
         kernels: the rest of the choice, which stays.
@@ -42,6 +46,7 @@ def add_decode_kernels(
         kernels = replace(kernels, attend_step=attend_step_op_, attend_lengths=attend_lengths_op)
     return replace(
         kernels,
+        delta_prefill=delta_prefill_kernels,
         delta_decode=delta_decode_op,
         add_norm=add_norm_single,
         choose_tokens=choose_tokens_any,

@@ -4,7 +4,7 @@ Functional: outputs are new tensors, nothing is mutated or aliased. A plan is a 
 Registered through ``Library`` and not through the ``custom_op`` decorator, whose first use costs seconds even when
 nothing is compiled.
 
-Letters: as in fmoe/functional/experts.py and deltanet.py.
+Letters: as in fmoe/functional/experts.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,6 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from fmoe.functional.deltanet import delta_chunked
 from fmoe.functional.experts import (
     ExpertBiases,
     compute_experts_dense,
@@ -55,7 +54,6 @@ LIBRARY.define(
     "moe(Tensor x, Tensor w_router, Tensor? bias, Tensor w_gate_up, Tensor w_down, int[] rule, float[] scales, "
     "int[] plan, Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor"
 )
-LIBRARY.define("delta_chunked(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state) -> (Tensor, Tensor)")
 
 # Up to this many rows of a decode step, reading the matrices of every row anew beat sorting (same machine, compiled:
 # 1 row 61 us against 135 us in a loop, 8 rows 255 us against 611 us grouped). Larger batches are one more graph.
@@ -367,26 +365,3 @@ def compute_moe_op(x_TD: Tensor, params: MoEParams, config: RouterConfig, /, *, 
     weights = (params.w_router_ED, params.bias_E, w_gate_up, w_down)
     y_TD: Tensor = torch.ops.fmoe.moe(x_TD, *weights, rule, scales, plan, gate_up_scale, down_scale)
     return y_TD
-
-
-def _delta_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    o, new_state = delta_chunked(q, k, v, g, beta, state)
-    return o.contiguous(), new_state.clone() if new_state is state else new_state
-
-
-def _delta_chunked_fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
-LIBRARY.impl("delta_chunked", _delta_chunked, "CompositeExplicitAutograd")
-torch.library.register_fake("fmoe::delta_chunked", _delta_chunked_fake, lib=LIBRARY)
-
-
-def delta_chunked_op(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, state_BHKV: Tensor, /
-) -> tuple[Tensor, Tensor]:
-    """The chunk rule behind ``fmoe::delta_chunked``: its loop over chunks would give one graph per chunk count."""
-    o_BTHV, new_BHKV = torch.ops.fmoe.delta_chunked(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
-    return o_BTHV, new_BHKV

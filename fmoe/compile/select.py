@@ -12,10 +12,8 @@ from types import ModuleType
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
-from fmoe.functional.cache import DeltaCache
-from fmoe.functional.deltanet import DeltaConfig, DeltaParams, delta_mix
+from fmoe.functional.deltanet import delta_mix
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.quant import linear as linear_reference
 from fmoe.functional.routing import RouterConfig, route_fused
@@ -25,13 +23,13 @@ from .aiter_ops import compute_experts_aiter, register, route_aiter
 from .aiter_rules import can_compute, can_route, decide_topk
 from .aiter_selftest import describe
 from .capabilities import AiterRecord, Availability, Capabilities
+from .chunk_ops import delta_prefill_op
 from .linear_ops import keep_kernels, linear_planned
 from .ops import (
     compute_experts_few,
     compute_experts_op,
     compute_experts_planned,
     compute_moe_op,
-    delta_chunked_op,
     encode_plans,
 )
 from .plan import FP8, Implementation, Key, Plan
@@ -71,11 +69,6 @@ def check_requested(requested: str, /) -> None:
     """Raise ValueError for an unknown choice of kernels."""
     if requested not in get_args(Requested):
         raise ValueError(f"kernels={requested!r} must be one of {', '.join(get_args(Requested))}")
-
-
-def delta_prefill_op(projected_BTN: Tensor, cache: DeltaCache, params: DeltaParams, config: DeltaConfig, /) -> Tensor:
-    """``delta_mix`` with its chunk loop behind an op."""
-    return delta_mix(projected_BTN, cache, params, config, chunk_rule=delta_chunked_op)
 
 
 def decide(

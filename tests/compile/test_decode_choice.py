@@ -15,7 +15,7 @@ from fmoe.compile.settings import default_settings
 from fmoe.functional import DeltaConfig, Kernels, add_rms_norm, attend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-FIELDS = ("attend_step", "attend_lengths", "delta_decode", "add_norm", "choose_tokens")
+FIELDS = ("attend_step", "attend_lengths", "delta_prefill", "delta_decode", "add_norm", "choose_tokens")
 
 
 @pytest.fixture

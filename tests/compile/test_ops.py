@@ -9,7 +9,6 @@ from fmoe.compile.ops import (
     compute_experts_op,
     compute_experts_planned,
     compute_moe_op,
-    delta_chunked_op,
     encode_plans,
     find_plan,
     rule_from_numbers,
@@ -24,13 +23,11 @@ from fmoe.functional import (
     RouterConfig,
     Routing,
     compute_experts_grouped,
-    delta_recurrent,
     route_and_compute,
 )
 from fmoe.functional.quant import Fp8, count_blocks
 
 E, K, D, F = 7, 3, 24, 20
-H, KEY, VALUE = 3, 8, 10
 
 
 def expert_inputs(tokens, rng, *, dtype=torch.float32):
@@ -40,15 +37,6 @@ def expert_inputs(tokens, rng, *, dtype=torch.float32):
     w_gate_up = torch.randn(E, 2 * F, D, generator=rng).to(dtype)
     w_down = torch.randn(E, D, F, generator=rng).to(dtype)
     return x, Routing(weights, ids.int()), w_gate_up, w_down
-
-
-def delta_inputs(tokens, rng, *, batch=2):
-    def draw(*shape):
-        return torch.randn(shape, generator=rng)
-
-    q, k = (torch.nn.functional.normalize(draw(batch, tokens, H, KEY), dim=-1) for _ in range(2))
-    g, beta = -draw(batch, tokens, H).exp(), draw(batch, tokens, H).sigmoid()
-    return q, k, draw(batch, tokens, H, VALUE), g, beta, draw(batch, H, KEY, VALUE)
 
 
 def experts_by_loop(x, routing, w_gate_up, w_down):
@@ -133,23 +121,6 @@ def test_biases_and_an_activation_trace(tokens, function, rng):
     )
     y = compiled(*inputs, biases)
     torch.testing.assert_close(y.double(), clamped_by_loop(*inputs, biases), rtol=1e-5, atol=2e-4)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 3, 64, 65, 200])
-def test_delta_chunked_opcheck(tokens, rng):
-    opcheck(torch.ops.fmoe.delta_chunked.default, delta_inputs(tokens, rng))
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 3, 65])
-def test_delta_chunked_op_equals_the_recurrence(tokens, rng):
-    inputs = delta_inputs(tokens, rng)
-
-    o, state = delta_chunked_op(*inputs)
-
-    expected_o, expected_state = delta_recurrent(*inputs)
-    torch.testing.assert_close(o, expected_o, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(state, expected_state, rtol=1e-4, atol=1e-4)
-    assert state.data_ptr() != inputs[-1].data_ptr()
 
 
 def test_experts_op_traces_in_float32_and_keeps_its_input(rng):

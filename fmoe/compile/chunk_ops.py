@@ -1,0 +1,105 @@
+"""The chunk rule of Gated DeltaNet as an op: its loop over chunks would give one graph per chunk count.
+
+Kernels are asked for by an argument, and the op takes them for sizes that they take, which a graph of any length must
+not look at.
+
+Letters: as in fmoe/functional/deltanet.py.
+"""
+
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from fmoe.functional.cache import DeltaCache
+from fmoe.functional.deltanet import DeltaConfig, DeltaParams, delta_chunked, delta_mix
+
+from .chunk_settings import default_chunk_settings, fits_kernels
+from .device import target_of
+
+if find_spec("triton"):
+    from .kernels.delta_prefill import chunk_delta
+
+LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
+LIBRARY.define(
+    "delta_chunked(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, bool kernels=False) "
+    "-> (Tensor, Tensor)"
+)
+
+
+def _delta_chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, kernels: bool = False
+) -> tuple[Tensor, Tensor]:
+    if kernels:
+        target, key_size = target_of(q.device), q.shape[-1]
+        if fits_kernels(q.shape[1], key_size, q.dtype, target=target):
+            settings = default_chunk_settings(key_size, v.shape[-1], q.dtype, target=target)
+            return chunk_delta(q, k, v, g, beta, state, settings)
+        q, k, v = q.to(state.dtype), k.to(state.dtype), v.to(state.dtype)
+    o, new_state = delta_chunked(q, k, v, g, beta, state)
+    return o.contiguous(), new_state.clone() if new_state is state else new_state
+
+
+def _delta_chunked_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, kernels: bool = False
+) -> tuple[Tensor, Tensor]:
+    return state.new_empty(v.shape), state.new_empty(state.shape)
+
+
+LIBRARY.impl("delta_chunked", _delta_chunked, "CompositeExplicitAutograd")
+torch.library.register_fake("fmoe::delta_chunked", _delta_chunked_fake, lib=LIBRARY)
+
+
+def delta_chunked_op(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHKV: Tensor,
+    /,
+    *,
+    kernels: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``delta_chunked`` behind ``fmoe::delta_chunked``.
+
+    Args:
+        kernels: take the kernels for sequences that are long enough; q, k and v may then be in half precision.
+    """
+    o_BTHV, new_BHKV = torch.ops.fmoe.delta_chunked(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, kernels)
+    return o_BTHV, new_BHKV
+
+
+def delta_prefill_op(projected_BTN: Tensor, cache: DeltaCache, params: DeltaParams, config: DeltaConfig, /) -> Tensor:
+    """``delta_mix`` with its chunk loop behind an op."""
+    return delta_mix(projected_BTN, cache, params, config, chunk_rule=delta_chunked_op)
+
+
+def delta_prefill_kernels(
+    projected_BTN: Tensor, cache: DeltaCache, params: DeltaParams, config: DeltaConfig, /
+) -> Tensor:
+    """``delta_mix`` with its chunk loop in kernels; a model in half precision gets products of float16 operands.
+
+    These err by 5e-4 of the norm of the readout, and by 2e-3 where keys are nearly parallel: about as much as the
+    rounding of the result to the model's dtype. Those of bfloat16 would err eight times as much.
+    """
+    half = projected_BTN.dtype != torch.float32
+    rule = partial(_round_and_advance, dtype=projected_BTN.dtype) if half else partial(delta_chunked_op, kernels=True)
+    return delta_mix(projected_BTN, cache, params, config, chunk_rule=rule)
+
+
+def _round_and_advance(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHKV: Tensor,
+    /,
+    *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Take q and k to float16, whose range unit rows fit, and v back to the dtype that it came from."""
+    q_BTHK, k_BTHK = q_BTHK.half(), k_BTHK.half()
+    return delta_chunked_op(q_BTHK, k_BTHK, v_BTHV.to(dtype), g_BTH, beta_BTH, state_BHKV, kernels=True)
