@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch
 
-from fmoe.compile.decode_choice import add_decode_kernels
+from fmoe.compile.decode_choice import add_decode_kernels, choose_draft_kernels
 from fmoe.compile.plan import Plan
 from fmoe.compile.select import Decision, Requested, check_requested, choose
 from fmoe.compile.step import Steps, compile_steps
@@ -315,7 +315,7 @@ def _make_steps(
 def _bind_drafts(
     architecture: Architecture, config: FamilyConfig, device: torch.device, bind: Bind
 ) -> Callable[[DraftParams], DraftHead]:
-    return lambda params: bind_head(params, architecture, config, bind, device)
+    return lambda params: bind_head(params, architecture, config, lambda c: choose_draft_kernels(bind(c)), device)
 
 
 def replan(model: Model, plans: tuple[Plan, ...], /) -> Model:

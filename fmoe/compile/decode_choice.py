@@ -1,4 +1,4 @@
-"""Which kernels run one token of each sequence: attention, DeltaNet, residual with norm, and the choice of a token.
+"""Which kernels run one token of each sequence, or a few: attention, DeltaNet, residual with norm, choice of a token.
 
 DeltaNet's chunk rule is chosen here as well, by the same conditions.
 """
@@ -13,6 +13,7 @@ from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import add_rms_norm
 from fmoe.functional.sampling import sample_greedy
 
+from .attend_few_ops import MOST_TOKENS, attend_few_lengths_op, attend_few_step_op_
 from .attend_ops import attend_lengths_op, attend_step_op_
 from .chunk_ops import delta_prefill_kernels
 from .delta_ops import add_rms_norm_op, delta_decode_op
@@ -43,7 +44,13 @@ def add_decode_kernels(
     if unwanted or dtype not in DTYPES or not probe_triton(device).can_run:
         return kernels
     if not sinks:
-        kernels = replace(kernels, attend_step=attend_step_op_, attend_lengths=attend_lengths_op)
+        kernels = replace(
+            kernels,
+            attend_step=attend_step_op_,
+            attend_lengths=attend_lengths_op,
+            attend_few_step=attend_few_step_op_,
+            attend_few_lengths=attend_few_lengths_op,
+        )
     return replace(
         kernels,
         delta_prefill=delta_prefill_kernels,
@@ -58,6 +65,21 @@ def add_norm_single(x_BTD: Tensor, branch_BTD: Tensor, weight_D: Tensor, /, *, e
     if x_BTD.shape[1] == 1 and x_BTD.shape[-1] <= MOST_CHANNELS:
         return add_rms_norm_op(x_BTD, branch_BTD, weight_D, eps=eps)
     return add_rms_norm(x_BTD, branch_BTD, weight_D, eps=eps)
+
+
+def add_norm_few(x_BTD: Tensor, branch_BTD: Tensor, weight_D: Tensor, /, *, eps: float) -> tuple[Tensor, Tensor]:
+    """``add_norm_single`` that takes the newest token with its drafts in one launch, too."""
+    if x_BTD.shape[1] <= MOST_TOKENS and x_BTD.shape[-1] <= MOST_CHANNELS:
+        return add_rms_norm_op(x_BTD, branch_BTD, weight_D, eps=eps)
+    return add_rms_norm(x_BTD, branch_BTD, weight_D, eps=eps)
+
+
+def choose_draft_kernels(kernels: Kernels, /) -> Kernels:
+    """Give the kernels of steps with drafts, whose number of tokens is a constant of their graphs.
+
+    Elsewhere, to ask for a few tokens would give prompts of so few a graph of their own.
+    """
+    return replace(kernels, add_norm=add_norm_few) if kernels.add_norm is add_norm_single else kernels
 
 
 def choose_tokens_any(x_BD: Tensor, head_VD: Tensor, /) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,13 @@ import torch
 
 from fmoe.compile import decode_choice
 from fmoe.compile.capabilities import Availability
-from fmoe.compile.decode_choice import add_decode_kernels, add_norm_single, choose_tokens_any
+from fmoe.compile.decode_choice import (
+    add_decode_kernels,
+    add_norm_few,
+    add_norm_single,
+    choose_draft_kernels,
+    choose_tokens_any,
+)
 from fmoe.compile.decode_settings import default_attend_settings, default_head_settings
 from fmoe.compile.delta_settings import default_delta_settings
 from fmoe.compile.linear_settings import default_linear_settings
@@ -15,7 +21,10 @@ from fmoe.compile.settings import default_settings
 from fmoe.functional import DeltaConfig, Kernels, add_rms_norm, attend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-FIELDS = ("attend_step", "attend_lengths", "delta_prefill", "delta_decode", "add_norm", "choose_tokens")
+FIELDS = (
+    "attend_step", "attend_lengths", "attend_few_step", "attend_few_lengths", "delta_prefill", "delta_decode",
+    "add_norm", "choose_tokens",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -52,7 +61,8 @@ def test_attention_with_sinks_keeps_the_references_and_the_rest_its_kernels(with
     kernels, plain = (
         add_decode_kernels(Kernels(), GPU, torch.bfloat16, "auto", sinks=sinks) for sinks in (True, False)
     )
-    assert kernels == replace(plain, attend_step=None, attend_lengths=None)
+    attention = ("attend_step", "attend_lengths", "attend_few_step", "attend_few_lengths")
+    assert kernels == replace(plain, **dict.fromkeys(attention))
     assert (kernels.attend_decode, kernels.attend_prefill) == (attend, attend)
 
 
@@ -62,8 +72,21 @@ def test_the_references_stay_where_triton_cannot_run(monkeypatch):
     assert add_decode_kernels(kernels, GPU, torch.bfloat16, "auto") is kernels
 
 
-@pytest.mark.parametrize(("tokens", "channels", "called"), [(1, 24, True), (2, 24, False), (1, 16_385, False)])
-def test_norms_of_several_tokens_and_of_long_rows_stay_with_the_reference(tokens, channels, called, monkeypatch, rng):
+@pytest.mark.parametrize(
+    ("norm", "tokens", "channels", "called"),
+    [
+        (add_norm_single, 1, 24, True),
+        (add_norm_single, 2, 24, False),
+        (add_norm_single, 1, 16_385, False),
+        (add_norm_few, 1, 24, True),
+        (add_norm_few, 9, 24, True),
+        (add_norm_few, 17, 24, False),
+        (add_norm_few, 2, 16_385, False),
+    ],
+)
+def test_norms_of_many_tokens_and_of_long_rows_stay_with_the_reference(
+    norm, tokens, channels, called, monkeypatch, rng
+):
     calls = []
 
     def op(*arguments, **options):
@@ -74,10 +97,16 @@ def test_norms_of_several_tokens_and_of_long_rows_stay_with_the_reference(tokens
     x, branch = torch.randn(2, 3, tokens, channels, generator=rng)
     weight = torch.rand(channels, generator=rng)
 
-    found = add_norm_single(x, branch, weight, eps=1e-5)
+    found = norm(x, branch, weight, eps=1e-5)
 
     assert bool(calls) == called
     assert all(map(torch.equal, found, add_rms_norm(x, branch, weight, eps=1e-5)))
+
+
+def test_steps_with_drafts_take_one_launch_for_a_norm(with_triton):
+    kernels = add_decode_kernels(Kernels(), GPU, torch.bfloat16, "auto")
+    assert choose_draft_kernels(kernels) == replace(kernels, add_norm=add_norm_few)
+    assert choose_draft_kernels(Kernels()) == Kernels()
 
 
 def test_more_rows_than_the_head_takes_choose_from_logits(monkeypatch, rng):
