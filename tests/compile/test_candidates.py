@@ -191,8 +191,8 @@ def test_what_is_known_of_projections_in_fp8_blocks_is_tried(sizes: tuple[int, i
     assert len(found) == len(set(found)) == MOST
     for blocks in ((8, 256, 2, 5), (16, 128, 2, 5), (4, 2048, 8, 1)):
         for pdl, ahead in ((0, 0), (1, 0), (1, 4)):
-            assert ((*blocks, 1, 0, pdl, ahead) in found) == (not ahead or blocks[1] < sizes[1])
-    assert {s[-1] for s in found if s} >= {0, 1, 2, 4}
+            assert ((*blocks, 1, 0, pdl, ahead, 0) in found) == (not ahead or blocks[1] < sizes[1])
+    assert {s[-2] for s in found if s} >= {0, 1, 2, 4}
     every = [linear_from_ints(c.settings) for c in list_candidates(key, H200, 1, ("triton",), limit=400)]
     assert {s.stages for s in every if s.depth >= sizes[1]} == {1}  # a row at once has no steps
     assert len([s for s in found if s and s[1] >= sizes[1]]) >= 3
