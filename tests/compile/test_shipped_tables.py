@@ -99,6 +99,8 @@ def test_adapting_takes_away_what_does_not_fit() -> None:
 
 def test_a_projection_is_adapted() -> None:
     key = Key("linear", (4096, 2048), "bfloat16")
-    entry = entries_from_json({"1": {"implementation": "triton", "settings": [8, 256, 4, 5, 1, 0, 1, 4, 0], "us": 1.0}})[1]
+    entry = entries_from_json(
+        {"1": {"implementation": "triton", "settings": [8, 256, 4, 5, 1, 0, 1, 4, 0], "us": 1.0}}
+    )[1]
     assert adapt_entry(entry, key, 1, Device("hip", "", "gfx942", 304, "")).settings == (8, 256, 4, 2, 1, 0, 0, 0, 0)
     assert adapt_entry(entry, key, 1, Device("cuda", "", "sm_90", 132, "")) is entry
