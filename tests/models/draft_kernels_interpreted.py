@@ -1,4 +1,4 @@
-"""Whole models that verify drafts through their kernels in Triton's interpreter; test_draft_kernels.py runs this file."""
+"""Whole models that verify drafts through kernels in Triton's interpreter; test_draft_kernels.py runs this file."""
 
 from dataclasses import replace
 from functools import partial
