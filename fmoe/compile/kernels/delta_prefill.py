@@ -224,6 +224,30 @@ def check_chunked(
         raise ValueError(f"q and k must have one dtype, g, beta and the state float32, got {dtypes}")
 
 
+def make_chunk_matrices(
+    q_BTHK: Tensor, k_BTHK: Tensor, g_BTH: Tensor, beta_BTH: Tensor, settings: ChunkSettings, /
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the first kernel alone.
+
+    Args:
+        q_BTHK: T >= 1, rows without gaps; the arguments are those of ``chunk_delta``.
+
+    Returns:
+        inverse and scores [B H, N, C, C] in the dtype of q, decays [B H, N, 2, C].
+    """
+    batch, tokens, heads, key_size = q_BTHK.shape
+    chunk, count = settings.chunk, triton.cdiv(tokens, settings.chunk)
+    inverse, scores = (q_BTHK.new_empty(batch * heads, count, chunk, chunk) for _ in range(2))
+    decays = g_BTH.new_empty(batch * heads, count, 2, chunk)
+    on_cpu = q_BTHK.device.type == "cpu"  # where the interpreter's products of bfloat16 are wrong
+    make_matrices[(batch * heads * count,)](
+        q_BTHK, k_BTHK, g_BTH.contiguous(), beta_BTH.contiguous(), inverse, scores, decays, *q_BTHK.stride()[:3],
+        *k_BTHK.stride()[:3], tokens, H=heads, K=key_size, KP=_pad(key_size), C=chunk, BLOCK=BLOCK,
+        LEVELS=(chunk // BLOCK).bit_length() - 1, SPLIT=settings.split and not on_cpu, num_warps=settings.matrix_warps,
+    )  # fmt: skip
+    return inverse, scores, decays
+
+
 def chunk_delta(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -254,28 +278,22 @@ def chunk_delta(
     """
     check_chunked(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
     batch, tokens, heads, key_size = q_BTHK.shape
-    value_size, chunk = v_BTHV.shape[-1], settings.chunk
+    value_size = v_BTHV.shape[-1]
     o_BTHV = torch.empty(v_BTHV.shape, dtype=torch.float32, device=v_BTHV.device)
     if o_BTHV.numel() == 0 or key_size == 0:
         return o_BTHV.zero_(), state_BHKV.clone()
     q_BTHK, k_BTHK, v_BTHV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BTHK, k_BTHK, v_BTHV))
     state_BHKV = state_BHKV.contiguous()
-    count = triton.cdiv(tokens, chunk)
-    slots = batch * heads, count
-    inverse, scores = (q_BTHK.new_empty(*slots, chunk, chunk) for _ in range(2))
-    decays, new_BHKV = g_BTH.new_empty(*slots, 2, chunk), torch.empty_like(state_BHKV)
-    on_cpu = q_BTHK.device.type == "cpu"  # the interpreter's products of bfloat16 are wrong
-    padded = max(triton.next_power_of_2(key_size), 16)
+    new_BHKV, columns = torch.empty_like(state_BHKV), min(settings.columns, _pad(value_size))
+    matrices = make_chunk_matrices(q_BTHK, k_BTHK, g_BTH, beta_BTH, settings)
     of_q, of_k, of_v = (x.stride()[:3] for x in (q_BTHK, k_BTHK, v_BTHV))
-    make_matrices[(batch * heads * count,)](
-        q_BTHK, k_BTHK, g_BTH.contiguous(), beta_BTH.contiguous(), inverse, scores, decays, *of_q, *of_k, tokens,
-        H=heads, K=key_size, KP=padded, C=chunk, BLOCK=BLOCK, LEVELS=(chunk // BLOCK).bit_length() - 1,
-        SPLIT=settings.split and not on_cpu, num_warps=settings.matrix_warps,
-    )  # fmt: skip
-    columns = min(settings.columns, max(triton.next_power_of_2(value_size), 16))
     advance_chunks[(batch * heads * triton.cdiv(value_size, columns),)](
-        q_BTHK, k_BTHK, v_BTHV, inverse, scores, decays, state_BHKV, o_BTHV, new_BHKV, *of_q, *of_k, *of_v, tokens,
-        H=heads, K=key_size, KP=padded, V=value_size, BV=columns, C=chunk, STAGES=settings.stages,
+        q_BTHK, k_BTHK, v_BTHV, *matrices, state_BHKV, o_BTHV, new_BHKV, *of_q, *of_k, *of_v, tokens, H=heads,
+        K=key_size, KP=_pad(key_size), V=value_size, BV=columns, C=settings.chunk, STAGES=settings.stages,
         num_warps=settings.warps,
     )  # fmt: skip
     return o_BTHV, new_BHKV
+
+
+def _pad(size: int) -> int:
+    return max(int(triton.next_power_of_2(size)), 16)
