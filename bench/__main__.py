@@ -5,6 +5,7 @@
     python -m bench load-memory            peak memory of loading; further arguments are its own
     python -m bench moe-peers              one MoE layer against transformers and plain torch; as above
     python -m bench probe-cost             what the AITER boundary costs without AITER; as above
+    python -m bench speculation            the demo with drafts of its own and without; as above
     python -m bench tuned                  what tuning chose against the rule, in turns; as above
 
 The targets are printed beside the ratios and never asserted. The exit status is 1 where tokens were wrong.
@@ -36,6 +37,7 @@ SCRIPTS = {
     "moe-peers": "bench.moe_peers",
     "tuned": "bench.tuned",
     "probe-cost": "bench.probe_cost",
+    "speculation": "bench.speculation",
 }
 HEADER = f"{'case':32} {'fmoe':>9} {'peer':>9}  {'ratio (quartiles)':20} {'target':>6}  peer is"
 

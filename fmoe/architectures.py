@@ -41,6 +41,7 @@ from fmoe.models.decoder import state_row as state_row
 from fmoe.models.mtp import DraftNames as DraftNames
 from fmoe.models.mtp import DraftParams as DraftParams
 from fmoe.models.mtp import Following as Following
+from fmoe.models.mtp import draft_greedily as draft_greedily
 from fmoe.models.mtp import join_hidden as join_hidden
 from fmoe.models.mtp import norm_and_choose as norm_and_choose
 from fmoe.models.mtp import norm_and_head as norm_and_head

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fmoe.compile.select import Decision
-from fmoe.compile.step import DraftSteps, compile_draft_steps
+from fmoe.compile.step import DraftSteps, compile_draft_steps, finish_greedily
 from fmoe.functional.kernels import Kernels
 
 from .architectures import (
@@ -18,6 +18,7 @@ from .architectures import (
     DraftParams,
     FamilyConfig,
     Params,
+    draft_greedily,
     join_hidden,
     norm_and_choose,
     norm_and_head,
@@ -118,19 +119,30 @@ def bind_head(
 ) -> DraftHead:
     """Bind config and kernels, which differ where steps are compiled; nothing is compiled yet."""
     assert isinstance(architecture, Drafting)
-    eager, graphs = (_bind(architecture, config, kernels(compiled)) for compiled in (False, True))
-    return DraftHead(params, architecture.DRAFT_KIND, eager, compile_draft_steps(graphs, device=device))
+    kind = architecture.DRAFT_KIND
+    eager, graphs = (
+        bind_steps(architecture, config, kernels(compiled), kind, compiled=compiled) for compiled in (False, True)
+    )
+    return DraftHead(params, kind, eager, compile_draft_steps(graphs, device=device))
 
 
-def _bind(architecture: Architecture, config: FamilyConfig, kernels: Kernels) -> DraftSteps:
-    decoder = config.decoder
-    head = {"eps": decoder.eps, "kernels": kernels}
+def bind_steps(
+    architecture: Architecture, config: FamilyConfig, kernels: Kernels, kind: str, /, *, compiled: bool
+) -> DraftSteps:
+    """Bind config and kernels; what is to be compiled comes in larger pieces."""
+    decoder, layers = config.decoder, architecture.make_layers(config, kernels)
+    frame = {"config": decoder, "kernels": kernels}
+    head = partial(norm_and_head, eps=decoder.eps, kernels=kernels)
+    # what chooses from no logits consists of kernels, so that one graph would save nothing
+    whole = compiled and kernels.choose_tokens is None
     return DraftSteps(
-        layers=architecture.make_layers(config, kernels),
-        join=partial(join_hidden, config=decoder, kernels=kernels),
-        head=partial(norm_and_head, **head),
+        layers=layers,
+        join=partial(join_hidden, **frame),
+        head=head,
         start=partial(start_step, config=decoder, slots=None),
-        choose=partial(norm_and_choose, **head) if kernels.choose_tokens else None,
+        choose=partial(norm_and_choose, eps=decoder.eps, kernels=kernels) if kernels.choose_tokens else None,
+        finish=partial(finish_greedily, head=head) if whole else None,
+        draft=partial(draft_greedily, layer=layers[kind], **frame) if whole else None,
         masked=kernels.attend_few_step is None or kernels.attend_few_lengths is None,
     )
 

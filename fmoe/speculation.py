@@ -70,8 +70,8 @@ class SpeculativeBatch:
         slots = cache_slots(base.capacity)
         self.draft: State = model.architecture.init_state(single, rows, slots, dtype=model.dtype, device=model.device)
         ints = torch.zeros(2, rows, dtype=torch.int64, device=model.device)
-        self.verdict = Verdict(ints[0].clone(), ints[1].clone())
         self.drafts_BN = torch.zeros(rows, self.most, dtype=torch.int64, device=model.device)
+        self.verdict = Verdict(ints[0].clone(), ints[1].clone(), self.drafts_BN)
         self.hidden_BD = torch.zeros(rows, decoder.hidden_size, dtype=model.dtype, device=model.device)
         self.launchers: dict[int, Launcher] = {}
         self.running = 0  # drafts of the steps that were launched last
@@ -83,7 +83,7 @@ class SpeculativeBatch:
     def begin(self, prompts: Sequence[Sequence[int]], options: Options, first_row: int, /) -> None:
         """Forget what was there, and take the settings; as ``Batch.begin``."""
         self.base.begin(prompts, options, first_row)
-        kept = (*self.draft.caches[0], self.draft.lengths_B, self.drafts_BN, self.hidden_BD, *self.verdict)
+        kept = (*self.draft.caches[0], self.draft.lengths_B, self.hidden_BD, *self.verdict)
         for part in kept:
             part.zero_()
         self.count, self.running = options.max_new_tokens, self.most
@@ -108,7 +108,8 @@ class SpeculativeBatch:
         state = state_row(self.draft, first, count=rows)
         state = state._replace(lengths_B=torch.full_like(state.lengths_B, start))
         layers = self.steps.layers if tokens > 1 else self.eager_layers
-        self._run_draft(hidden_BTD, following_BT, state, self.head.eager, layers, visible_slots(start + tokens))
+        following = Following(following_BT, self.params.embed_VD)
+        self._run_draft(hidden_BTD, following, state, self.head.eager, layers, visible_slots(start + tokens))
 
     def place(self, lengths: Sequence[int], seen: int, /) -> None:
         """Say how long the prompts are, and how many of their tokens the draft layer was not shown."""
@@ -217,7 +218,7 @@ class SpeculativeBatch:
         stream = run_layers(
             tokens_BT, params, state, self.base.decoder, steps.layers, slots=None, start=self._start_verifying
         )
-        normed_BTD, outputs = self._verify(stream, drafts_BN)
+        normed_BTD, outputs = self._verify(stream, self.verdict._replace(drafts_BN=drafts_BN))
         self._draft_next(normed_BTD, outputs[1], drafts)
         return (outputs[0], *outputs[2:])
 
@@ -235,19 +236,21 @@ class SpeculativeBatch:
             return None
         return visible_slots(self.visible if self.launcher.machine.least is None else self.capacity)
 
-    def _verify(self, stream: Stream, drafts_BN: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _verify(self, stream: Stream, verdict: Verdict) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Choose behind each token: normed hidden states, then codes, the tokens chosen, and log-probabilities."""
         steps, params, base = self.drafts, self.params, self.base
         if steps.choose is not None and base.choice.is_plain:
             normed_BTD, chosen_BT, check_BT = steps.choose(stream, params.norm_D, params.head_VD)
-            codes = steps.accept(chosen_BT, check_BT, drafts_BN, base.cursor, self.verdict)
-            return normed_BTD, (codes, chosen_BT)
+            return normed_BTD, (steps.accept(chosen_BT, check_BT, base.cursor, verdict), chosen_BT)
+        if steps.finish is not None and base.choice.is_plain:
+            normed_BTD, *outputs = steps.finish(stream, params.norm_D, params.head_VD, base.cursor, verdict)
+            return normed_BTD, tuple(outputs)
         normed_BTD, raw_BTV = steps.head(stream, params.norm_D, params.head_VD)
-        chosen_BT = self._choose_many(raw_BTV, drafts_BN)
-        codes = steps.accept(chosen_BT, raw_BTV.sum(-1), drafts_BN, base.cursor, self.verdict)
+        chosen_BT = self._choose_many(raw_BTV, verdict.drafts_BN)
+        codes = steps.accept(chosen_BT, raw_BTV.sum(-1), base.cursor, verdict)
         if base.seen_BV is not None:
             places = torch.arange(chosen_BT.shape[1], device=chosen_BT.device)
-            mark_seen_(base.seen_BV, torch.where(places < self.verdict.kept_B[:, None], chosen_BT, -1))
+            mark_seen_(base.seen_BV, torch.where(places < verdict.kept_B[:, None], chosen_BT, -1))
         if base.choice.logprobs is None:
             return normed_BTD, (codes, chosen_BT)
         logprobs = token_logprobs(raw_BTV.flatten(0, 1), chosen_BT.flatten(), n=base.choice.logprobs)
@@ -270,35 +273,52 @@ class SpeculativeBatch:
 
     def _draft_next(self, normed_BTD: Tensor, chosen_BT: Tensor, drafts: int) -> None:
         """Show the draft layer what was kept, and draft behind it."""
-        slots = self._slots(self.drafts.masked)
-        few = self.verdict.kept_B
-        stream = self._run_draft(normed_BTD, chosen_BT, self.draft, self.drafts, self.drafts.layers, slots, few=few)
-        self.draft.lengths_B.add_(self.verdict.kept_B)
-        last = Stream(*(take_last(self.verdict.kept_B, part) for part in stream))
-        self._draft_on(last, drafts, self.drafts, self.steps.layers, self._slots(self.steps.masked))
+        steps, kept_B, slots = self.drafts, self.verdict.kept_B, self._slots(self.drafts.masked)
+        following = Following(chosen_BT, self.params.embed_VD)
+        if steps.draft is not None and self.base.choice.is_plain:
+            placement = place_step(normed_BTD, self.draft, config=self.base.decoder, slots=slots)
+            placement = placement._replace(kept_B=kept_B)
+            head, cache = self.head.params, self.draft.caches[0]
+            last, first_B = steps.draft(normed_BTD, head, following, cache, placement, self.params.head_VD)
+            self.draft.lengths_B.add_(kept_B)
+            self.drafts_BN[:, 0] = first_B
+            self._draft_on(last, 1, drafts, steps, self.steps.layers, self._slots(self.steps.masked))
+            return
+        stream = self._run_draft(normed_BTD, following, self.draft, steps, steps.layers, slots, few=kept_B)
+        self.draft.lengths_B.add_(kept_B)
+        normed_B1D = self._draft_once(Stream(*(take_last(kept_B, part) for part in stream)), 0, steps)
+        self._draft_on(normed_B1D, 1, drafts, steps, self.steps.layers, self._slots(self.steps.masked))
 
     def _prime(self, longest: int) -> None:
         """Draft behind the first tokens, from the last hidden states of the prompts."""
         self.visible = min(longest + 2 * (self.most + 1), self.capacity)
         slots = visible_slots(self.visible) if self.eager_masked else None
         eager, layers = self.head.eager, self.eager_layers
-        following_B1 = self.base.cursor.tokens_B[:, None]
-        last = self._run_draft(self.hidden_BD[:, None], following_B1, self.draft, eager, layers, slots)
+        following = Following(self.base.cursor.tokens_B[:, None], self.params.embed_VD)
+        last = self._run_draft(self.hidden_BD[:, None], following, self.draft, eager, layers, slots)
         self.draft.lengths_B.add_(1)
-        self._draft_on(last, 1 if self.adapts else self.most, eager, layers, slots)
+        self._draft_on(self._draft_once(last, 0, eager), 1, 1 if self.adapts else self.most, eager, layers, slots)
 
-    def _draft_on(self, last: Stream, drafts: int, steps: DraftSteps, layers: Layers, slots: int | None) -> None:
-        """Draft token after token behind the draft layer's last output; the slots that this writes are not kept."""
-        for n in range(drafts):
-            if steps.choose is not None and self.base.choice.is_plain:
-                normed_B1D, drafts_B1, _ = steps.choose(last, self.head.params.norm_D, self.params.head_VD)
-                self.drafts_BN[:, n] = drafts_B1[:, 0]
-            else:
-                normed_B1D, logits_B1V = steps.head(last, self.head.params.norm_D, self.params.head_VD)
-                self.drafts_BN[:, n] = self._pick_draft(logits_B1V[:, 0], n)
-            if n + 1 < drafts:
-                state = self.draft._replace(lengths_B=self.draft.lengths_B + n)
-                last = self._run_draft(normed_B1D, self.drafts_BN[:, n : n + 1], state, steps, layers, slots)
+    def _draft_once(self, last: Stream, n: int, steps: DraftSteps) -> Tensor:
+        """Choose draft n from the draft layer's output behind the token before it; gives what the next one reads."""
+        norm_D, head_VD = self.head.params.norm_D, self.params.head_VD
+        if steps.choose is not None and self.base.choice.is_plain:
+            normed_B1D, drafts_B1, _ = steps.choose(last, norm_D, head_VD)
+            self.drafts_BN[:, n] = drafts_B1[:, 0]
+        else:
+            normed_B1D, logits_B1V = steps.head(last, norm_D, head_VD)
+            self.drafts_BN[:, n] = self._pick_draft(logits_B1V[:, 0], n)
+        return normed_B1D
+
+    def _draft_on(
+        self, normed_B1D: Tensor, known: int, drafts: int, steps: DraftSteps, layers: Layers, slots: int | None
+    ) -> None:
+        """Draft behind the drafts that are known, one after another; the slots that this writes are not kept."""
+        for n in range(known, drafts):
+            state = self.draft._replace(lengths_B=self.draft.lengths_B + (n - 1))
+            following = Following(self.drafts_BN[:, n - 1 : n], self.params.embed_VD)
+            last = self._run_draft(normed_B1D, following, state, steps, layers, slots)
+            normed_B1D = self._draft_once(last, n, steps)
 
     def _pick_draft(self, logits_BV: Tensor, n: int) -> Tensor:
         """Choose draft n as the token that it stands for will be chosen, with the same random number."""
@@ -312,7 +332,7 @@ class SpeculativeBatch:
     def _run_draft(
         self,
         hidden_BTD: Tensor,
-        following_BT: Tensor,
+        following: Following,
         state: State,
         steps: DraftSteps,
         layers: Layers,
@@ -321,7 +341,6 @@ class SpeculativeBatch:
         few: Tensor | None = None,
     ) -> Stream:
         """Run the draft layer behind what its state holds; ``few`` marks tokens of which some may be dropped."""
-        following = Following(following_BT, self.params.embed_VD)
         stream: Stream = steps.join(hidden_BTD, self.head.params, following)
         placement = place_step(stream.total_BTD, state, config=self.base.decoder, slots=slots)._replace(kept_B=few)
         return layers[self.head.kind](stream, self.head.params.layer, state.caches[0], placement)
@@ -332,5 +351,5 @@ class SpeculativeBatch:
         tokens_B1 = base.cursor.tokens_B[:, None]
         start, slots = (None, self._slots(True)) if steps.masked else (steps.start, None)
         stream = run_layers(tokens_B1, params, self.state, base.decoder, steps.layers, slots=slots, start=start)
-        _, outputs = self._verify(stream, self.drafts_BN[:, :0])
+        _, outputs = self._verify(stream, self.verdict._replace(drafts_BN=self.drafts_BN[:, :0]))
         return (outputs[0], *outputs[2:])

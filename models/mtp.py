@@ -15,9 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmoe.functional.attention import Placement
+from fmoe.functional.cache import Cache
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import rms_norm
 from fmoe.functional.quant import Weight
+from fmoe.functional.sampling import sample_greedy
+from fmoe.functional.speculate import take_last
 
 from .decoder import DecoderConfig, LayerParams, Stream
 from .weights import Fill, matrix, plain
@@ -137,3 +141,40 @@ def norm_and_choose(
     normed_BTD, _ = kernels.add_norm(*stream, norm_D, eps=eps)
     tokens_N, best_N = kernels.choose_tokens(normed_BTD.flatten(0, 1), head_VD)
     return normed_BTD, tokens_N.view(normed_BTD.shape[:2]), best_N.view(normed_BTD.shape[:2])
+
+
+def draft_greedily(
+    hidden_BTD: Tensor,
+    params: DraftParams,
+    following: Following,
+    cache: Cache,
+    placement: Placement,
+    head_VD: Tensor,
+    /,
+    *,
+    layer: Callable[..., Stream],
+    config: DecoderConfig,
+    kernels: Kernels,
+) -> tuple[Tensor, Tensor]:
+    """Run the draft layer over a step's tokens, and draft behind the last that was kept, all in one.
+
+    Args:
+        hidden_BTD: normed hidden states.
+        params: of the draft.
+        following: the tokens that were chosen behind them.
+        cache: of the draft layer.
+        placement: of the tokens, with the number that was kept.
+        head_VD: output embedding.
+        layer: of the draft's kind.
+        config: the frame.
+        kernels: as in a layer.
+
+    Returns:
+        The draft's normed output behind that token [B, 1, D], and the draft [B].
+    """
+    assert placement.kept_B is not None
+    stream = join_hidden(hidden_BTD, params, following, config=config, kernels=kernels)
+    stream = layer(stream, params.layer, cache, placement)
+    last = Stream(*(take_last(placement.kept_B, part) for part in stream))
+    normed_B1D, logits_B1V = norm_and_head(last, params.norm_D, head_VD, eps=config.eps, kernels=kernels)
+    return normed_B1D, sample_greedy(logits_B1V[:, 0])

@@ -20,8 +20,8 @@ class Forced:
         self.head = replace(head, eager=self.force(head.eager), graphs=self.force(head.graphs))
 
     def force(self, steps):
-        def accept(chosen_BT, check_BT, drafts_BN, cursor, verdict):
-            codes = steps.accept(chosen_BT, check_BT, drafts_BN, cursor, verdict)
+        def accept(chosen_BT, check_BT, cursor, verdict):
+            codes = steps.accept(chosen_BT, check_BT, cursor, verdict)
             self.counts, self.drafted = cursor.counters_B.tolist(), 0
             self.kept.append(verdict.kept_B.tolist())
             return codes
@@ -35,7 +35,7 @@ class Forced:
                 self.drafted += 1
             return normed_BTD, logits_BTV
 
-        return replace(steps, accept=accept, head=head)
+        return replace(steps, accept=accept, head=head, finish=None, draft=None)
 
     def draft(self, row, place):
         known = self.tokens[row]

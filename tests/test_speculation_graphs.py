@@ -43,12 +43,15 @@ def test_acceptance_and_batches_compile_nothing_anew(family):
     for lengths in ([3], [5, 70]):  # both variants of the batch, and of the slots
         prompts = draw_prompts(lengths)
         plain = decode(model, model.eager, prompts)
-        assert decode(model, model.graphs, prompts, speculate=drafts) == plain
+        forced, _ = force_drafts(model, plain, patterns[0])
+        for drafting in (model, forced):  # a step in larger pieces, and in those that a test can force
+            assert decode(drafting, drafting.graphs, prompts, speculate=drafts) == plain
     known = count_graphs()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed, lengths in enumerate(([7], [66, 2, 9, 130])):
             prompts = draw_prompts(lengths, seed)
             plain = decode(model, model.eager, prompts)
+            assert decode(model, model.graphs, prompts, speculate=drafts) == plain
             for pattern in patterns:
                 forced, _ = force_drafts(model, plain, pattern)
                 assert decode(forced, forced.graphs, prompts, speculate=drafts) == plain

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from fmoe.architectures import compute_logits, join_hidden, norm_and_head, start_step
+from fmoe.architectures import compute_logits
 from fmoe.compile.select import choose
-from fmoe.compile.step import DraftSteps, Steps, compile_draft_steps, compile_steps
-from fmoe.drafting import DraftHead, DraftShelf
+from fmoe.compile.step import Steps, compile_draft_steps, compile_steps
+from fmoe.drafting import DraftHead, DraftShelf, bind_steps
 from fmoe.model import Model
 from fmoe.models import deepseek_v3, qwen3_next
 from fmoe.options import Defaults
@@ -54,18 +54,12 @@ def make_drafting_model(family="qwen3_next", *, backend="aot_eager", **changes):
     kernels = {compiled: choose(CPU, compiled=compiled) for compiled in (False, True)}
     layers = {compiled: architecture.make_layers(config, kernels[compiled]) for compiled in (False, True)}
 
-    def make_steps(compiled):
-        return DraftSteps(
-            layers=layers[compiled],
-            join=partial(join_hidden, config=config.decoder, kernels=kernels[compiled]),
-            head=partial(norm_and_head, eps=config.decoder.eps, kernels=kernels[compiled]),
-            start=partial(start_step, config=config.decoder, slots=None),
-        )
-
-    graphs = compile_draft_steps(make_steps(True), device=CPU, backend=backend)
-    drafts = DraftHead(
-        architecture.build_drafts(RandomFill(1), config), architecture.DRAFT_KIND, make_steps(False), graphs
+    eager, plain = (
+        bind_steps(architecture, config, kernels[compiled], architecture.DRAFT_KIND, compiled=compiled)
+        for compiled in (False, True)
     )
+    graphs = compile_draft_steps(plain, device=CPU, backend=backend)
+    drafts = DraftHead(architecture.build_drafts(RandomFill(1), config), architecture.DRAFT_KIND, eager, graphs)
     return Model(
         folder=Path("random"),
         architecture=architecture,

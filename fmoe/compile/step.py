@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmoe.functional.sampling import sample_greedy
 from fmoe.functional.speculate import count_kept, take_last
 
 SLOTS = 64
@@ -53,23 +54,23 @@ class Verdict(NamedTuple):
 
     kept_B: Tensor  # int64, tokens that the last step gave
     limits_B: Tensor  # int64, tokens in the caches with which a row ends
+    drafts_BN: Tensor  # int64, of the step
 
 
-def accept_(chosen_BT: Tensor, check_BT: Tensor, drafts_BN: Tensor, cursor: Cursor, verdict: Verdict, /) -> Tensor:
+def accept_(chosen_BT: Tensor, check_BT: Tensor, cursor: Cursor, verdict: Verdict, /) -> Tensor:
     """Move on by the drafts that are right and the token behind them, in place; a row at its limit stands still.
 
     Args:
         chosen_BT: the tokens chosen behind the newest one and behind each draft.
         check_BT: NaN or infinite where the logits were.
-        drafts_BN: the drafts.
         cursor: written.
-        verdict: read and written.
+        verdict: read, and kept written.
 
     Returns:
         int64 [B, T + 1]: codes as of ``advance_``, of which the first ones count, and how many.
     """
     codes_BT = torch.where(check_BT.isfinite(), chosen_BT, -1 - chosen_BT)
-    kept_B = count_kept(chosen_BT, drafts_BN, verdict.limits_B - cursor.lengths_B)
+    kept_B = count_kept(chosen_BT, verdict.drafts_BN, verdict.limits_B - cursor.lengths_B)
     newest_B = torch.where(kept_B > 0, take_last(kept_B, chosen_BT)[:, 0], cursor.tokens_B)
     cursor.tokens_B.copy_(newest_B)
     cursor.lengths_B.add_(kept_B)
@@ -107,6 +108,10 @@ class DraftSteps:
     start: as in Steps, where no mask is needed.
     choose: norm and greedy choice, ``(stream, norm, head) -> (normed, tokens [B, T], best logits [B, T])``; or None.
     accept: ``accept_``.
+    finish: ``head``, the greedy choice and ``accept`` in one, ``(stream, norm, head, cursor, verdict) -> (normed,
+        codes, tokens [B, T])``; None composes it.
+    draft: ``join``, the draft layer and the greedy choice behind the last token that was kept in one, as
+        ``draft_greedily``; None composes it.
     masked: the T tokens need a mask.
     """
 
@@ -116,7 +121,18 @@ class DraftSteps:
     start: Callable[..., Any] | None = None
     choose: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     accept: Callable[..., Tensor] = accept_
+    finish: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    draft: Callable[..., tuple[Tensor, Tensor]] | None = None
     masked: bool = True
+
+
+def finish_greedily(
+    stream: Any, norm_D: Tensor, head_VD: Tensor, cursor: Cursor, verdict: Verdict, /, *, head: Callable[..., Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compose ``DraftSteps.finish`` of a ``head``."""
+    normed_BTD, logits_BTV = head(stream, norm_D, head_VD)
+    chosen_BT = sample_greedy(logits_BTV.flatten(0, 1)).view(logits_BTV.shape[:2])
+    return normed_BTD, accept_(chosen_BT, logits_BTV.sum(-1), cursor, verdict), chosen_BT
 
 
 def compile_draft_steps(steps: DraftSteps, *, device: torch.device, backend: str = "inductor") -> DraftSteps:
@@ -131,6 +147,8 @@ def compile_draft_steps(steps: DraftSteps, *, device: torch.device, backend: str
         join=compiled("join", steps.join),
         head=compiled("head", steps.head),
         start=None if steps.start is None else compiled("start", steps.start),
+        finish=None if steps.finish is None else compiled("finish", steps.finish),
+        draft=None if steps.draft is None else compiled("draft", steps.draft),
         accept=steps.accept if device.type == "cpu" else _compile_sizes("accept", steps.accept, backend),
     )
 
@@ -251,7 +269,11 @@ _SYMBOLIC = {
     "written_BTHV": (0,),
     "g_BTH": (0,),
     "tokens_BT": (0, 1),
+    "tokens_B": (0,),
+    "counters_B": (0,),
     "kept_B": (0,),
+    "limits_B": (0,),
+    "drafts_BN": (0,),
     "positions_BT": (0, 1),
     "cos_BTR": (0, 1),
     "sin_BTR": (0, 1),
