@@ -1,6 +1,6 @@
 """Decode attention and the head on one GPU: checked first, then timed against torch, and searched for settings.
 
-    python -m bench.attend_kernels [--quick] [--parts attend,head] [--out FILE.json]
+    python -m bench.attend_kernels [--few | [--quick] [--parts attend,head] [--out FILE.json]]
 
 Microseconds of one call, from CUDA graphs over as many caches as keep the L2 cache from helping. "limit" is what the
 bytes that must be read need at this device's copy rate.
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from bench import attend_few
 from bench.moe_shapes import capture, time_graph
 from fmoe.compile.attend_ops import attend_lengths_op, attend_op, attend_step_op_
 from fmoe.compile.decode_settings import AttendSettings, HeadSettings, default_attend_settings, default_head_settings
@@ -361,7 +362,11 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--lengths", default="512,4096,32768")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--few", action="store_true", help="the newest token with its drafts alone, in seconds")
     arguments = parser.parse_args()
+    if arguments.few:
+        faults = attend_few.run()
+        sys.exit("no figures, since these are wrong:\n" + "\n".join(faults) if faults else 0)
     parts = arguments.parts.split(",")
     batches, lengths = ([int(n) for n in text.split(",")] for text in (arguments.batches, arguments.lengths))
     if faults := check_all(parts):
