@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmoe.functional.cache import PendingDelta
+from fmoe.functional.delta_drafts import delta_verify
+from fmoe.functional.deltanet import DeltaConfig, DeltaParams
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import add_rms_norm
 from fmoe.functional.sampling import sample_greedy
@@ -16,7 +19,8 @@ from fmoe.functional.sampling import sample_greedy
 from .attend_few_ops import MOST_TOKENS, attend_few_lengths_op, attend_few_step_op_
 from .attend_ops import attend_lengths_op, attend_step_op_
 from .chunk_ops import delta_prefill_kernels
-from .delta_ops import add_rms_norm_op, delta_decode_op
+from .delta_ops import add_rms_norm_op, delta_decode_op, delta_verify_op
+from .delta_settings import why_not_verify
 from .head_ops import choose_tokens_op
 from .probing import probe_triton
 
@@ -55,9 +59,19 @@ def add_decode_kernels(
         kernels,
         delta_prefill=delta_prefill_kernels,
         delta_decode=delta_decode_op,
+        delta_verify=delta_verify_any,
         add_norm=add_norm_single,
         choose_tokens=choose_tokens_any,
     )
+
+
+def delta_verify_any(
+    projected_BTN: Tensor, cache: PendingDelta, params: DeltaParams, config: DeltaConfig, kept_B: Tensor, /
+) -> Tensor:
+    """``delta_verify``, in one launch where the kernel takes the layer, the step and the dtype of the state."""
+    if cache.state_BHKV.dtype == torch.float32 and not why_not_verify(config, projected_BTN.shape[1]):
+        return delta_verify_op(projected_BTN, cache, params, config, kept_B)
+    return delta_verify(projected_BTN, cache, params, config, kept_B)
 
 
 def add_norm_single(x_BTD: Tensor, branch_BTD: Tensor, weight_D: Tensor, /, *, eps: float) -> tuple[Tensor, Tensor]:

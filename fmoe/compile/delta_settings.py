@@ -1,6 +1,6 @@
-"""Settings of the DeltaNet decode kernel: plain frozen values, and what holds untuned.
+"""Settings of the DeltaNet decode kernels: plain frozen values, and what holds untuned.
 
-Letters: B sequences, G key heads, H value heads, K key channels, V value channels.
+Letters: B sequences, T tokens, G key heads, H value heads, K key channels, V value channels.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from .settings import Target
 
 TILE = 32768  # elements of the state that one program holds at most: 64 registers of each of 512 threads
 MANY = 256  # programs from which on several run on one multiprocessor
-
-
 LEAST_COLUMNS = 64  # blocks of 32 columns of two heads gave wrong sums on sm_90 where the compiler prefetched them
+MOST_TAPS = 8  # over which the kernel with drafts is unrolled
+MOST_DRAFTED = 16  # tokens of a step with drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,74 @@ def default_delta_settings(config: DeltaConfig, batch: int, /, *, target: Target
     lanes = 64 if target == "hip" else 32
     warps = min(max(rows * columns // 4096, 1), 512 // lanes)
     return DeltaSettings(0, columns, warps, pdl=target == "hopper")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySettings:
+    """What the launch function of DeltaNet over drafts leaves open.
+
+    heads: value heads of one key head that one program serves, a divisor of H / G; 0 is all of them, in one launch.
+        With fewer there are two: one part of each key head waits for the others, and writes what they all read.
+    pdl: as in DeltaSettings. All of the cache, and how many tokens stay, are then read before the launch in front is
+        over, so that one must not write them.
+    """
+
+    heads: int
+    warps: int
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads < 0:
+            raise ValueError(f"heads={self.heads} must be 0, or a divisor of the value heads of one key head")
+        if self.warps < 1 or self.warps & (self.warps - 1):
+            raise ValueError(f"warps={self.warps} must be a power of two")
+
+
+def verify_settings_to_ints(settings: VerifySettings) -> list[int]:
+    """Write settings as integers, for an op's ``int[]`` argument."""
+    return [int(value) for value in astuple(settings)]
+
+
+def verify_settings_from_ints(values: Sequence[int]) -> VerifySettings:
+    """Read what ``verify_settings_to_ints`` wrote."""
+    if len(values) != 3:
+        raise ValueError(f"{len(values)} integers came; settings over drafts are 3, as verify_settings_to_ints writes")
+    heads, warps, pdl = values
+    return VerifySettings(heads, warps, bool(pdl))
+
+
+def default_verify_settings(config: DeltaConfig, /, *, target: Target = "cuda") -> VerifySettings:
+    """Choose settings by rule: as many value heads of a key head as fit one program, and threads that hold them.
+
+    Args:
+        config: sizes of the layer, for which ``why_not_verify`` has no reason.
+        target: what the kernel is compiled for; AMD's warps have twice the lanes.
+    """
+    heads = _heads_within(config, TILE)
+    most = 4 if target == "hip" else 8
+    return VerifySettings(heads, min(max(_state_size(config, heads) // 2048, 1), most), pdl=target == "hopper")
+
+
+def why_not_verify(config: DeltaConfig, tokens: int, /) -> str:
+    """Say why the kernel over drafts does not take a layer and a step; an empty text takes it."""
+    if not 2 <= tokens <= MOST_DRAFTED:
+        return f"{tokens} tokens are not 2 to {MOST_DRAFTED}"
+    if config.conv_size > MOST_TAPS:
+        return f"{config.conv_size} taps are more than {MOST_TAPS}"
+    if _state_size(config, 1) > TILE:
+        return f"a state of {config.key_size} x {config.value_size} does not fit one program"
+    return ""
+
+
+def _heads_within(config: DeltaConfig, tile: int) -> int:
+    """The most value heads of one key head, a divisor of them all, whose states are at most a tile; at least one."""
+    ratio = config.value_heads // config.key_heads
+    fits = [heads for heads in range(1, ratio + 1) if ratio % heads == 0 and _state_size(config, heads) <= tile]
+    return max(fits, default=1)
+
+
+def _state_size(config: DeltaConfig, heads: int) -> int:
+    return _round_up(heads) * _round_up(config.key_size) * _round_up(config.value_size)
 
 
 def _round_up(size: int) -> int:
