@@ -25,7 +25,7 @@ from fmoe.options import Options, Speculate, check_speculate
 from .measure import CLOCKS, Clock, median_ratio, spread_of_ratio
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden.json"
-TURN = 16  # tokens of one turn
+TURN = 32  # tokens of one turn
 PLAIN = "off"
 TARGET = 1.10
 
