@@ -1,12 +1,13 @@
-"""The DeltaNet decode kernel and the norm kernel on a GPU: first right, then how long.
+"""The DeltaNet decode kernels and the norm kernel on a GPU: first right, then how long.
 
     python -m bench.delta_kernels                       check, then sweep at 1, 8 and 64 sequences
     python -m bench.delta_kernels --batches 1 --out found.json
+    python -m bench.delta_kernels --verify              the kernel over drafts alone, in seconds
 
 Each figure is the median replay of a CUDA graph over so many layers that none of their states is in the cache when it
 is read, per layer. No setting is timed before it agreed with ``delta_mix`` over many steps, under replay too.
 
-Letters: B sequences, G key heads, H value heads, K key channels, V value channels, W taps, N mixed channels.
+Letters: B sequences, T tokens of a step with drafts, G key heads, H value heads, K key channels, V value channels, W taps, N mixed channels.
 """
 
 import argparse
@@ -22,10 +23,27 @@ import triton
 from torch import Tensor
 
 from bench.moe_shapes import capture, time_graph
-from fmoe.compile.delta_settings import DeltaSettings, default_delta_settings
+from fmoe.compile.delta_settings import (
+    DeltaSettings,
+    VerifySettings,
+    default_delta_settings,
+    default_verify_settings,
+)
+from fmoe.compile.device import target_of
 from fmoe.compile.kernels.add_norm import add_rms_norm_rows
 from fmoe.compile.kernels.delta_decode import decode_delta_
-from fmoe.functional import DeltaCache, DeltaConfig, DeltaParams, add_rms_norm, delta_mix
+from fmoe.compile.kernels.delta_verify import verify_delta_
+from fmoe.functional import (
+    DeltaCache,
+    DeltaConfig,
+    DeltaParams,
+    PendingDelta,
+    add_rms_norm,
+    delta_mix,
+    delta_verify,
+    pend_delta,
+)
+from fmoe.functional.delta_drafts import select_pending
 
 QWEN = DeltaConfig(16, 32, 128, 128, 4, 1e-6)
 AWKWARD = {
@@ -154,7 +172,7 @@ def moved_bytes(config: DeltaConfig, batch: int, dtype: torch.dtype) -> int:
     return batch * (state + token * dtype.itemsize) + config.conv_size * mixed * dtype.itemsize
 
 
-def time_layers(layers: list[Layer], run: Callable[[Layer], Any]) -> float:
+def time_layers(layers: list[Any], run: Callable[[Any], Any]) -> float:
     """Median microseconds of one launch under replay."""
 
     def run_each() -> None:
@@ -235,6 +253,92 @@ def time_norms(rows: int, count: int = 64) -> dict[str, Any]:
     return found
 
 
+class Drafts(NamedTuple):
+    """What one launch over drafts needs."""
+
+    projected_BTN: Tensor
+    cache: PendingDelta
+    params: DeltaParams
+    kept_B: Tensor
+
+
+def random_drafts(config: DeltaConfig, batch: int, tokens: int, seed: int, dtype: torch.dtype) -> Drafts:
+    """Draw a layer and a step's projections, in a cache with room for one token more."""
+    layer = random_layer(config, batch, seed, dtype)
+    cache = select_pending(pend_delta(layer.cache, config, tokens + 1), tokens)
+    projected_BTN = layer.projected_BTN.repeat(1, tokens, 1)
+    projected_BTN.normal_(generator=torch.Generator(device="cuda").manual_seed(seed))
+    return Drafts(projected_BTN, cache, layer.params, torch.zeros(batch, dtype=torch.int64, device="cuda"))
+
+
+def run_verify(drafts: Drafts, config: DeltaConfig, settings: VerifySettings) -> Tensor:
+    """Launch once."""
+    return verify_delta_(*drafts[:2], *drafts.params[1:5], drafts.kept_B, config, settings)
+
+
+def check_verify(
+    config: DeltaConfig, batch: int, tokens: int, dtype: torch.dtype, settings: VerifySettings
+) -> list[str]:
+    """Take steps that keep from none to all of their tokens, three ways as ``check_settings``; say where they part."""
+    reference, launched, replayed = (random_drafts(config, batch, tokens, SEED, dtype) for _ in range(3))
+    kept: list[Tensor] = []
+    graph = capture(lambda: kept.append(run_verify(replayed, config, settings)))
+    for part, before in zip(replayed.cache, reference.cache, strict=True):
+        part.copy_(before)
+    rng = torch.Generator(device="cuda").manual_seed(SEED + 1)
+    for step in range(STEPS):
+        for drafts in (launched, replayed):
+            drafts.kept_B.copy_(reference.kept_B)
+            drafts.projected_BTN.copy_(reference.projected_BTN)  # last: the launch in front may not write the count
+        expected = delta_verify(*reference[:3], config, reference.kept_B)
+        y = run_verify(launched, config, settings)
+        kept[-1].fill_(float("nan"))
+        graph.replay()
+        errors = {"y": relative(y, expected)}
+        parts = zip(PendingDelta._fields, launched.cache, reference.cache, strict=True)
+        errors |= {name: relative(one, other) for name, one, other in parts}
+        faults = [f"{name} errs by {error:.2g}" for name, error in errors.items() if error > TOLERANCES[dtype]]
+        faults += [f"{name} differs" for name in ("window_BWN", "inputs_BTN") if errors[name]]
+        pairs = [(y, kept[-1]), *zip(launched.cache, replayed.cache, strict=True)]
+        if not all(torch.equal(one, other) for one, other in pairs):
+            faults.append("replay differs")
+        if faults:
+            return [f"step {step}, kept {reference.kept_B.tolist()}: {fault}" for fault in faults]
+        reference.projected_BTN.normal_(generator=rng)
+        reference.kept_B.random_(0, tokens + 1, generator=rng)
+    return []
+
+
+def bench_verify() -> list[dict[str, Any]]:
+    """Check the kernel over drafts, then time it at one sequence of which all tokens stay but the last.
+
+    Raises:
+        SystemExit: anything was wrong; then nothing is timed.
+    """
+    cases = [(QWEN, 2, tokens, torch.bfloat16) for tokens in (2, 3, 4)]
+    cases += [(AWKWARD["ratio 3"], 5, 3, torch.float32), (AWKWARD["small"], 3, 2, torch.float16)]
+    target, faults = target_of(torch.device("cuda", 0)), 0
+    for config, batch, tokens, dtype in cases:
+        settings = default_verify_settings(config, target=target)
+        for line in check_verify(config, batch, tokens, dtype, settings):
+            faults += 1
+            print(f"WRONG {config} B={batch} T={tokens} {dtype} {settings}: {line}", flush=True)
+    if faults:
+        raise SystemExit(f"{faults} FAULTS: nothing is timed")
+    print(f"{len(cases)} cases agree with the reference and repeat themselves over {STEPS} steps each", flush=True)
+    settings = default_verify_settings(QWEN, target=target)
+    count, found = -(-CACHE_BYTES // moved_bytes(QWEN, 1, torch.bfloat16)), []
+    for tokens in (2, 3, 4):
+        layers = [random_drafts(QWEN, 1, tokens, SEED + i, torch.bfloat16) for i in range(count)]
+        for layer in layers:
+            layer.kept_B.fill_(tokens - 1)
+        micros = time_layers(layers, lambda layer: run_verify(layer, QWEN, settings))
+        reference = time_layers(layers[:2], lambda layer: delta_verify(*layer[:3], QWEN, layer.kept_B))
+        found.append({"batch": 1, "tokens": tokens, "us": micros, "reference_us": reference, **asdict(settings)})
+        print(f"B=1 T={tokens} {micros:.2f} us a layer, reference {reference:.1f} us, {settings}", flush=True)
+    return found
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -242,7 +346,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--skip-checks", action="store_true", help="check the timed layer alone")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--verify", action="store_true", help="check and time the kernel over drafts, and nothing else")
     arguments = parser.parse_args()
+    if arguments.verify:
+        found = bench_verify()
+        if arguments.out:
+            arguments.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "verify": found}, indent=1))
+        return
     if not arguments.skip_checks and (faults := check_all()):
         raise SystemExit(f"{faults} FAULTS: nothing is timed")
     dtype, batches = getattr(torch, arguments.dtype), [int(batch) for batch in arguments.batches.split(",")]

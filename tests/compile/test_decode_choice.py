@@ -13,18 +13,17 @@ from fmoe.compile.decode_choice import (
     add_norm_single,
     choose_draft_kernels,
     choose_tokens_any,
+    delta_verify_any,
 )
 from fmoe.compile.decode_settings import default_attend_settings, default_head_settings
 from fmoe.compile.delta_settings import default_delta_settings
 from fmoe.compile.linear_settings import default_linear_settings
 from fmoe.compile.settings import default_settings
-from fmoe.functional import DeltaConfig, Kernels, add_rms_norm, attend
+from fmoe.functional import DeltaCache, DeltaConfig, Kernels, add_rms_norm, attend, pend_delta
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-FIELDS = (
-    "attend_step", "attend_lengths", "attend_few_step", "attend_few_lengths", "delta_prefill", "delta_decode",
-    "add_norm", "choose_tokens",
-)  # fmt: skip
+FIELDS = ("attend_step", "attend_lengths", "delta_prefill", "delta_decode", "add_norm", "choose_tokens")
+OF_DRAFTS = ("attend_few_step", "attend_few_lengths", "delta_verify")
 
 
 @pytest.fixture
@@ -39,6 +38,9 @@ def test_kernels_are_taken_where_triton_runs(device, requested, with_triton):
     kernels = add_decode_kernels(before, device, torch.bfloat16, requested)
 
     assert all(getattr(kernels, field) is not getattr(before, field) for field in FIELDS)
+    # not held to the references on a GPU yet
+    by_name = requested == "triton"
+    assert all((getattr(kernels, field) is not getattr(before, field)) == by_name for field in OF_DRAFTS)
     assert (kernels.attend_prefill, kernels.linear, kernels.attend_decode) == (len, max, attend)
 
 
@@ -138,3 +140,17 @@ def test_dependent_launch_is_the_rule_where_it_exists():
             default_settings(1, 512, 10, 1, 2048, 512, torch.float8_e4m3fn, target=target),
         ]
         assert [settings.pdl for settings in chosen] == [expected] * len(chosen)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "called"), [(2, torch.float32, True), (17, torch.float32, False), (2, torch.bfloat16, False)]
+)
+def test_drafts_that_the_kernel_does_not_take_stay_with_the_reference(tokens, dtype, called, monkeypatch):
+    monkeypatch.setattr(decode_choice, "delta_verify_op", lambda *arguments: "op")
+    monkeypatch.setattr(decode_choice, "delta_verify", lambda *arguments: "reference")
+    config = DeltaConfig(2, 4, 6, 8, 4, 1e-6)
+    cache = pend_delta(DeltaCache(torch.zeros(1, 3, 56), torch.zeros(1, 4, 6, 8, dtype=dtype)), config, tokens)
+
+    found = delta_verify_any(torch.zeros(1, tokens, 96), cache, None, config, torch.tensor([0]))
+
+    assert found == ("op" if called else "reference")

@@ -248,7 +248,7 @@ def check_verify(
     if projected_BTN.dtype not in DTYPES:
         raise NotImplementedError(f"no DeltaNet kernel reads {projected_BTN.dtype}; use bfloat16, float16 or float32")
     if reason := why_not_verify(config, tokens):
-        raise NotImplementedError(f"{reason}, which the kernel over drafts takes; use the reference")
+        raise NotImplementedError(f"{reason}, so the kernel over drafts does not take it; use the reference")
     expected = {
         "projected": (projected_BTN, (batch, tokens, sum(config.split_sizes)), projected_BTN.dtype),
         "window": (cache.window_BWN, (batch, config.conv_size - 1, mixed), projected_BTN.dtype),
