@@ -7,7 +7,8 @@
 Each figure is the median replay of a CUDA graph over so many layers that none of their states is in the cache when it
 is read, per layer. No setting is timed before it agreed with ``delta_mix`` over many steps, under replay too.
 
-Letters: B sequences, T tokens of a step with drafts, G key heads, H value heads, K key channels, V value channels, W taps, N mixed channels.
+Letters: B sequences, T tokens of a step with drafts, G key heads, H value heads, K key channels, V value channels, W
+taps, N mixed channels.
 """
 
 import argparse
