@@ -131,7 +131,7 @@ def bind_steps(
 ) -> DraftSteps:
     """Bind config and kernels; what is to be compiled comes in larger pieces."""
     decoder, layers = config.decoder, architecture.make_layers(config, kernels)
-    frame = {"config": decoder, "kernels": kernels}
+    frame: dict[str, Any] = {"config": decoder, "kernels": kernels}
     head = partial(norm_and_head, eps=decoder.eps, kernels=kernels)
     # what chooses from no logits consists of kernels, so that one graph would save nothing
     whole = compiled and kernels.choose_tokens is None
