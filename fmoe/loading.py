@@ -341,7 +341,7 @@ def _check_dtype(name: str, dtype: torch.dtype, stored: torch.dtype, names: Cont
     if short.startswith("float8"):
         return f"{name} ({short}: an unsupported quantisation; of FP8, float8_e4m3fn is read)"
     if not dtype.is_floating_point:
-        return f"{name} ({short}: an unsupported quantisation)"
+        return f"{name} ({short}: an unsupported quantisation; take the unquantised checkpoint)"
     expected = " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in (stored, torch.float32)))
     return f"{name} (expected {expected}, got {short})"
 

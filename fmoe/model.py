@@ -45,6 +45,7 @@ from .plan_search import Search, search_plans
 from .planning import Tune, check_tune, decide_kernels, list_keys, plan_layers, prepare_layout
 from .random_weights import Weights, check_weights, load_random, open_config
 from .text import Text, load_text
+from .tied_head import untie_head
 
 LOG = logging.getLogger("fmoe")
 
@@ -149,7 +150,7 @@ def text_config(raw: Mapping[str, Any], /) -> Mapping[str, Any]:
     Whether the head is tied stands beside it, or in it.
     """
     nested, tied = raw.get("text_config"), raw.get("tie_word_embeddings")
-    if not isinstance(nested, Mapping) or "hidden_size" in raw:
+    if not isinstance(nested, Mapping) or "num_hidden_layers" in raw:
         return raw
     return nested if tied is None else {**nested, "tie_word_embeddings": tied}
 
@@ -211,6 +212,8 @@ def load(
     architecture = find_architecture(checkpoint.config)
     raw = text_config(checkpoint.config)
     config = _set_state_dtype(architecture.parse_config(raw, shared_experts=shared_experts), state_dtype)
+    if weights == "stored":
+        config = untie_head(config, checkpoint)
     text = load_text(folder)
     defaults = read_defaults(checkpoint.generation_config, checkpoint.config, text)
     resolved_device = resolve_device(device)

@@ -38,7 +38,7 @@ from .weights import ExpertNames
 MODEL_TYPES: tuple[str, ...] = ("hunyuan_v1_moe",)
 ARCHITECTURES: tuple[str, ...] = ("HunYuanMoEV1ForCausalLM",)
 NAMES = ExpertNames(router="gate.wg.weight", shared="shared_mlp")
-PER_LAYER = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
+PER_LAYER = ("num_experts", "moe_topk", "num_experts_per_tok", "num_shared_expert", "moe_intermediate_size")
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "use_qk_norm": (True,),

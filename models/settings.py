@@ -180,7 +180,7 @@ def read_rope(raw: Raw, rotary_size: int, *, theta: float | None = None, apply_m
         original_context=read_int(rope, "original_max_position_embeddings", context, minimum=1),
         beta_fast=read_float(rope, "beta_fast", 32.0, minimum=SMALLEST),
         beta_slow=read_float(rope, "beta_slow", 1.0, minimum=SMALLEST),
-        truncate=read_bool(rope, "truncate", True),
+        truncate=rope.get("truncate", True) is not None and read_bool(rope, "truncate", True),
         attention_factor=read_float(rope, "attention_factor", attention_factor, minimum=SMALLEST),
     )
 

@@ -312,8 +312,8 @@ def test_wrong_shape(tmp_path, tensors, no_reading):
         (torch.float64, r"expected bfloat16 or float32, got float64"),
         (torch.float8_e4m3fn, r"float8_e4m3fn without its factors, layers.0.mixer_scale_inv"),
         (torch.float8_e5m2, r"float8_e5m2: an unsupported quantisation; of FP8, float8_e4m3fn is read"),
-        (torch.int8, r"int8: an unsupported quantisation"),
-        (torch.uint8, r"uint8: an unsupported quantisation"),
+        (torch.int8, r"int8: an unsupported quantisation; take the unquantised checkpoint"),
+        (torch.uint8, r"uint8: an unsupported quantisation; take the unquantised checkpoint"),
     ],
     ids=str,
 )

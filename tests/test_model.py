@@ -83,7 +83,7 @@ def test_resolve_folder(monkeypatch):
 
 
 def test_text_config():
-    flat, nested = {"hidden_size": 3}, {"text_config": {"hidden_size": 4}, "x": 1}
+    flat, nested = {"num_hidden_layers": 3}, {"text_config": {"hidden_size": 4}, "x": 1}
     assert text_config(flat) is flat
     assert text_config(nested) == {"hidden_size": 4}
     assert text_config(flat | nested) == flat | nested

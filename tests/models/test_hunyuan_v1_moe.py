@@ -249,3 +249,11 @@ def test_absent_keys_take_the_familys_defaults():
 def test_values_that_cannot_be(change, error, match):
     with pytest.raises(error, match=match):
         hunyuan_v1_moe.parse_config(A13B | change)
+
+
+@pytest.mark.parametrize("keys", [("num_experts_per_tok",), ("moe_topk", "num_experts_per_tok")])
+def test_the_other_name_of_top_k_may_be_a_list_too(keys):
+    raw = HunYuanMoEV1Config(**BASE).to_dict()
+    raw = {key: value for key, value in raw.items() if key not in ("moe_topk", "num_experts_per_tok")}
+    layers = raw["num_hidden_layers"]
+    assert hunyuan_v1_moe.parse_config(raw | dict.fromkeys(keys, [2] * layers)).router.top_k == 2

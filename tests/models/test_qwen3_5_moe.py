@@ -359,3 +359,9 @@ def test_random_weights_in_fp8_blocks():
 
 def build(config, fill):
     return qwen3_5_moe.build_params(fill, config)
+
+
+def test_the_language_model_is_found_beside_keys_of_the_whole() -> None:
+    inner = PUBLISHED["text_config"]
+    assert text_config({"hidden_size": 32, "text_config": inner}) == inner
+    assert text_config(inner | {"text_config": {}}) == inner | {"text_config": {}}  # the file itself is one

@@ -295,3 +295,10 @@ def test_yarn_out_of_range(change, match):
 def test_values_that_no_rotation_has(change, match):
     with pytest.raises(ValueError, match=match):
         RopeConfig(8, **{"theta": 1e4, "original_context": 64} | change)
+
+
+@pytest.mark.parametrize(("rope", "truncate"), [({}, True), ({"truncate": None}, False), ({"truncate": False}, False)])
+def test_a_null_truncate_is_false_as_in_the_reference(rope, truncate):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16} | rope
+    raw = {"max_position_embeddings": 64, "rope_parameters": yarn}
+    assert read_rope(raw, 8, theta=1e4, apply_mscale=True).truncate is truncate
