@@ -67,7 +67,7 @@ def test_going_on_from_a_state_is_the_prompt_itself(demo, length):
 
 @pytest.mark.parametrize("border", [16, 32, 48])
 def test_parts_of_whole_chunks_are_one_run_bit_for_bit(demo, border, monkeypatch):
-    monkeypatch.setattr(decoding.prefill, "__kwdefaults__", {"chunk": 16, "origin": None})
+    monkeypatch.setitem(decoding.prefill.__kwdefaults__, "chunk", 16)
     ids = draw_ids(57)
     whole = fmoe.prefill(demo, ids)
     assert_equal_states(fmoe.prefill(demo, ids[border:], state=fmoe.prefill(demo, ids[:border])), whole)
