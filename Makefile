@@ -67,7 +67,7 @@ test-wheel: $(VENV)/$(STAMP)-dev
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w build/dist .
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target build/site build/dist/fmoe-*.whl
 	@$(FROM_WHEEL) -c 'import sys, fmoe; sys.exit("/build/site/" not in fmoe.__file__ and f"tested {fmoe.__file__}")'
-	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(FROM_WHEEL) $(PYTEST) $(filter-out tests/test_bench.py,$(wildcard tests/test_*.py tests/models)) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(FROM_WHEEL) $(PYTEST) $(filter-out tests/test_bench.py tests/test_tune_steps.py tests/test_tuning_fp8.py,$(wildcard tests/test_*.py tests/models)) $(ARGS)
 
 fix: $(VENV)/$(STAMP)-dev
 	$(RUN) -m ruff check --fix .
