@@ -96,7 +96,7 @@ def default_linear_settings(
     """
     wide = dtype.itemsize > 2
     if dtype.itemsize == 1 and tokens == 1 and target != "hip":
-        # 12288 x 2048 takes 8.2 us on an H200, 2048 x 4096 4.6.
+        # Chosen inside a chain of layers on an H200, where a kernel starts before the one in front is over.
         pdl = target == "hopper"
         if outputs >= 8 * PROGRAMS and hidden <= 2048:
             blocks = -(-outputs // 16)

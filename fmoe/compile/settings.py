@@ -154,7 +154,7 @@ def default_settings(
     if dtype.itemsize == 1:
         like = default_settings(tokens, experts, top_k, slots, hidden, width, torch.bfloat16, target=target)
         if like.path == "slots" and tokens == 1 and width % 128 == 0 and width * (top_k + slots) <= 8192:
-            # All experts of a row at once: an eighth less of the whole layer on an H200 than one after the other.
+            # All experts of a row at once: eight layers of Qwen3-Next took 358 us on an H200, one after the other 390.
             down = Tile(1, 2, _round_up(width * (top_k + slots)), 4, 1)
             return replace(_narrow(like, width, target), down=down)
         return _narrow(like, width, target)
