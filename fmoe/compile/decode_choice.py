@@ -32,7 +32,7 @@ MOST_ROWS = 16  # that one launch of the head takes
 def add_decode_kernels(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, requested: str, /, *, sinks: bool = False
 ) -> Kernels:
-    """Put Triton's kernels for T = 1, and the chunk rule's, in the place of the references, wherever they run.
+    """Put Triton's kernels for T = 1, for drafts and the chunk rule in the place of the references, wherever they run.
 
     Args:
         kernels: the rest of the choice, which stays.
@@ -48,29 +48,21 @@ def add_decode_kernels(
     if unwanted or dtype not in DTYPES or not probe_triton(device).can_run:
         return kernels
     if not sinks:
-        kernels = replace(kernels, attend_step=attend_step_op_, attend_lengths=attend_lengths_op)
-    if requested == "triton":
-        kernels = _add_draft_kernels(kernels, sinks=sinks)
+        kernels = replace(
+            kernels,
+            attend_step=attend_step_op_,
+            attend_lengths=attend_lengths_op,
+            attend_few_step=attend_few_step_op_,
+            attend_few_lengths=attend_few_lengths_op,
+        )
     return replace(
         kernels,
         delta_prefill=delta_prefill_kernels,
         delta_decode=delta_decode_op,
+        delta_verify=delta_verify_any,
         add_norm=add_norm_single,
         choose_tokens=choose_tokens_any,
     )
-
-
-def _add_draft_kernels(kernels: Kernels, /, *, sinks: bool) -> Kernels:
-    """Put the kernels of the newest token and its drafts in their place.
-
-    They are right in Triton's interpreter and compile for every target, but were not yet held to the references on a
-    GPU (``python -m bench.attend_kernels --few``, ``python -m bench.delta_kernels --verify``), so they run only where
-    they are asked for by name.
-    """
-    kernels = replace(kernels, delta_verify=delta_verify_any)
-    if sinks:
-        return kernels
-    return replace(kernels, attend_few_step=attend_few_step_op_, attend_few_lengths=attend_few_lengths_op)
 
 
 def delta_verify_any(
