@@ -217,6 +217,27 @@ def test_ties_and_not_a_number(settings):
     assert routing.weights_TK[1].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scoring", ["softmax", "chosen_softmax"])
+@pytest.mark.parametrize("experts", [5, 300])
+def test_logits_of_16_bits_are_ordered_like_their_values(experts, scoring, dtype, rng):
+    """Signs, zeros of both, infinities and what is no number, with many equal ones among them."""
+    special = torch.tensor([0.0, -0.0, -1e-8, 1e-8, torch.inf, -torch.inf, -torch.nan, torch.nan, 3.0, -3.0, 6e4, -6e4])
+    rows = torch.randn(4, experts, generator=rng).mul(2).round().div(4)
+    rows[1] = special[torch.randint(4, (experts,), generator=rng)]
+    rows[2] = special[torch.randint(12, (experts,), generator=rng)]
+    rows[3] = -torch.inf
+
+    for row in rows.to(dtype):
+        x, router = torch.zeros(1, 32, dtype=dtype), torch.zeros(experts, 32, dtype=dtype)
+        x[0, 0], router[:, 0] = 1, row
+        routing, _ = route_tokens(x, router, None, RouterConfig(experts, 5, scoring=scoring), SLOTS, slots=0)
+
+        order = sorted(range(experts), key=lambda e: (not row[e].isnan(), -row[e].nan_to_num(0, torch.inf), e))
+        assert routing.experts_TK.tolist() == [order[:5]]
+        assert routing.weights_TK.isnan().any() == (row.isnan().any() or bool(row.isinf().all() or row.max().isinf()))
+
+
 def test_the_table_holds_each_pair_once(rng):
     ids = torch.stack([torch.randperm(7, generator=rng)[:3] for _ in range(11)]).int()
     shared = torch.tensor([[7, 8]], dtype=torch.int32).expand(11, 2)

@@ -1,11 +1,9 @@
 """Kernels of the router: logits, the choice of K experts and their weights, and which rows each expert gets.
 
 Letters: T tokens, D hidden, E routed experts, R rows of the router (E and the shared gates'), K routed experts per
-token, S shared slots. The rule is that of ``fmoe.functional.routing``, in float32; a plain softmax ranks by logits,
-which is the same order.
+token, S shared slots. The rule is that of ``fmoe.functional.routing``, in float32.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
-# ruff: noqa: SIM108
 
 from typing import Any, NamedTuple
 
@@ -17,6 +15,12 @@ from torch import Tensor
 from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import Settings
+from .choice import choose_row as choose_row
+from .choice import ordered_key as ordered_key
+from .choice import round_to as round_to
+from .choice import store_row, weigh_shared
+from .choice import weigh_row as weigh_row
+from .choice import write_row as write_row
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
 from .products import PART, load_row, load_rows, sum_rows
 
@@ -91,138 +95,6 @@ def logits_dot(
 
 
 @triton.jit
-def round_to(v, ROUND: tl.constexpr):
-    """Round float32 to the dtype of the model and back: 1 bfloat16, 2 float16, 0 not at all."""
-    if ROUND == 1:
-        v = v.to(tl.bfloat16).to(tl.float32)
-    if ROUND == 2:
-        v = v.to(tl.float16).to(tl.float32)
-    return v
-
-
-@triton.jit
-def read_logits(logits, t, o, inside, T, R: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr):
-    """Add the partial sums of token t's logits at the columns ``o``; -inf outside."""
-    v = tl.load(logits + t.to(tl.int64) * R + o, mask=inside, other=float("-inf"))
-    for part in tl.static_range(1, SPLITS):
-        v += tl.load(logits + (part * T + t).to(tl.int64) * R + o, mask=inside, other=0.0)
-    return round_to(v, ROUND)
-
-
-@triton.jit
-def sigmoid_exact(v):
-    """Sigmoid rounded once to float32, so that equal scores tie where the reference's do."""
-    return (1.0 / (1.0 + tl.exp(-v.to(tl.float64)))).to(tl.float32)
-
-
-@triton.jit
-def ordered_key(v, ids):
-    """Map float32 to integers of the same order, equal values to the lowest id first; NaN is the largest."""
-    bits = (v + 0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(v != v, 0x7FC00000, bits)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-
-
-@triton.jit
-def drop_groups(rank, GP: tl.constexpr, EP: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr,
-                DROPPED: tl.constexpr):  # fmt: skip
-    """Replace the values of all but the KEPT best groups; rank is [GP, EP], a group a row, -inf where empty."""
-    best = tl.max(rank, 1)
-    if TOP2:
-        o_e = tl.arange(0, EP)[None, :]
-        first = tl.min(tl.where(rank == best[:, None], o_e, EP), 1)
-        best += tl.max(tl.where(o_e == first[:, None], float("-inf"), rank), 1)
-    o_g = tl.arange(0, GP)
-    mine = tl.where(o_g < G, best, float("-inf"))
-    # How many groups come before each: a [GP, GP] comparison, the group itself along axis 0.
-    column = tl.max(tl.where(o_g[:, None] == o_g[None, :], mine[:, None], float("-inf")), 0)
-    before = (column[None, :] > mine[:, None]) | ((column[None, :] == mine[:, None]) & (o_g[None, :] < o_g[:, None]))
-    keep = tl.sum((before & (o_g[None, :] < G)).to(tl.int32), 1) < KEPT
-    return tl.where(keep[:, None], rank, DROPPED)
-
-
-@triton.jit
-def choose_row(
-    logits, bias, t, T, E: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    GP: tl.constexpr, EP: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, SCORING: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
-    """Choose K experts of token t: ids [KP], the row's largest logit and the sum of its exponentials."""
-    size: tl.constexpr = E // G
-    o_g = tl.arange(0, GP)[:, None]
-    o_e = tl.arange(0, EP)[None, :]
-    inside = (o_g < G) & (o_e < size)
-    ids = o_g * size + o_e
-    v = read_logits(logits, t, ids, inside, T, R, SPLITS, ROUND)
-    largest = tl.max(tl.max(v, 1), 0)
-    total = tl.sum(tl.sum(tl.where(inside, tl.exp(v - largest), 0.0), 1), 0)
-    rank = v
-    if SCORING == 1:
-        rank = sigmoid_exact(v)
-    if HAS_BIAS:
-        if SCORING == 0:
-            rank = tl.exp(v - largest) / total
-        rank += tl.load(bias + ids, mask=inside, other=0.0)
-    if G > 1:
-        rank = tl.where(inside, rank, float("-inf"))
-        by_logit: tl.constexpr = (SCORING == 0) and (not HAS_BIAS)
-        dropped: tl.constexpr = float("-inf") if (TOP2 or by_logit) else 0.0
-        rank = drop_groups(rank, GP, EP, G, KEPT, TOP2, dropped)
-    key = tl.where(inside, ordered_key(rank, ids), -0x7FFFFFFFFFFFFFFF)
-    key = tl.reshape(key, (GP * EP,))
-    if KP == GP * EP:
-        top = tl.sort(key, descending=True)
-    else:
-        top = tl.topk(key, KP)
-    return (0x7FFFFFFF - (top & 0xFFFFFFFF)).to(tl.int32), largest, total
-
-
-@triton.jit
-def weigh_row(
-    logits, chosen, t, T, largest, total, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SCORING: tl.constexpr,
-    RENORM: tl.constexpr, FLOOR: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, SPLITS: tl.constexpr,
-    ROUND: tl.constexpr, ROUND_WEIGHTS: tl.constexpr,
-):  # fmt: skip
-    """Weights [KP] of the chosen experts, 0 past K."""
-    o_k = tl.arange(0, KP)
-    v = read_logits(logits, t, chosen, o_k < K, T, R, SPLITS, ROUND)
-    if SCORING == 0:
-        v = tl.exp(v - largest) / total
-    if SCORING == 1:
-        v = sigmoid_exact(v)
-    if SCORING == 2:
-        v = tl.exp(v - tl.max(v, 0))
-        v = v / tl.sum(tl.where(o_k < K, v, 0.0), 0)
-    if SCORING == 3:
-        v = tl.sigmoid(v)
-    v = tl.where(o_k < K, v, 0.0)
-    if RENORM:
-        v = v / (tl.maximum(tl.sum(v, 0), FLOOR) + EPS)
-    return round_to(v * SCALE, ROUND_WEIGHTS)
-
-
-@triton.jit
-def write_row(
-    logits, chosen, weights, ids_out, weights_out, t, T, E: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
-    """Store the routed columns of token t and, behind them, those of the shared slots."""
-    o_k = tl.arange(0, KP)
-    row = t.to(tl.int64) * (K + S)
-    tl.store(ids_out + row + o_k, chosen, mask=o_k < K)
-    tl.store(weights_out + row + o_k, weights, mask=o_k < K)
-    if S > 0:
-        o_s = tl.arange(0, SP)
-        shared = tl.full((SP,), 1.0, tl.float32)
-        if R > E:
-            gate = read_logits(logits, t, E + (o_s if R - E == S else 0 * o_s), o_s < S, T, R, SPLITS, ROUND)
-            shared = tl.sigmoid(gate)
-        tl.store(ids_out + row + K + o_s, E + o_s, mask=o_s < S)
-        tl.store(weights_out + row + K + o_s, shared, mask=o_s < S)
-
-
-@triton.jit
 def enter_rows(
     chosen, counts, rows, ranks, t, T, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
     SP: tl.constexpr,
@@ -249,6 +121,8 @@ def choose_experts(
     """One token's choice; grid (T,)."""
     t = tl.program_id(0)
     wait_for_previous(PDL)
+    # First of all, to be there when the rest is.
+    shared = weigh_shared(logits, t, T, E, R, S, SP, SPLITS, ROUND)
     chosen, largest, total = choose_row(
         logits, bias, t, T, E, R, K, KP, GP, EP, G, KEPT, TOP2, SCORING, HAS_BIAS, SPLITS, ROUND
     )
@@ -258,7 +132,7 @@ def choose_experts(
         logits, chosen, t, T, largest, total, R, K, KP, SCORING, RENORM, FLOOR, EPS, SCALE, SPLITS, ROUND,
         ROUND_WEIGHTS,
     )  # fmt: skip
-    write_row(logits, chosen, weights, ids_out, weights_out, t, T, E, R, K, KP, S, SP, SPLITS, ROUND)
+    store_row(chosen, weights, shared, ids_out, weights_out, t, E, K, KP, S, SP)
 
 
 @triton.jit
@@ -337,6 +211,14 @@ def empty_table(counts_E: Tensor, tokens: int, top_k: int, slots: int) -> Table:
     return Table(counts_E, rows_ET, counts_E.new_empty(tokens, top_k))
 
 
+def _choice_warps(config: RouterConfig, tokens: int, dtype: torch.dtype, *, biased: bool) -> int:
+    """One warp for short keys, which need no sorting; else four for many experts where they do not fill the device."""
+    rounded = ROUNDINGS.get(dtype, 0) > 0 and not config.float32_logits
+    if rounded and config.scoring != "sigmoid" and not biased:
+        return 1
+    return 4 if config.num_experts > 128 and tokens < MANY else 1
+
+
 def route_tokens(
     x_TD: Tensor, w_router_RD: Tensor, bias_E: Tensor | None, config: RouterConfig, settings: Settings, /, *, slots: int
 ) -> tuple[Routing, Table]:
@@ -369,7 +251,7 @@ def route_tokens(
     )
     choose_experts[(tokens,)](
         logits, bias_E, experts_TK, weights_TK, *table, tokens, **constants, TABLE=has_table, PDL=settings.pdl,
-        num_warps=4 if config.num_experts > 128 and tokens < MANY else 1, **launch_options(settings.pdl),
+        num_warps=_choice_warps(config, tokens, x_TD.dtype, biased=bias_E is not None), **launch_options(settings.pdl),
     )  # fmt: skip
     return Routing(weights_TK, experts_TK), table
 
