@@ -45,6 +45,7 @@ from fmoe.models.mtp import draft_greedily as draft_greedily
 from fmoe.models.mtp import join_hidden as join_hidden
 from fmoe.models.mtp import norm_and_choose as norm_and_choose
 from fmoe.models.mtp import norm_and_head as norm_and_head
+from fmoe.models.mtp import take_last_of_stream as take_last_of_stream
 from fmoe.models.weights import DIFFER as DIFFER
 from fmoe.models.weights import SCALE as SCALE
 from fmoe.models.weights import Fill as Fill

@@ -23,6 +23,7 @@ from .architectures import (
     norm_and_choose,
     norm_and_head,
     start_step,
+    take_last_of_stream,
 )
 from .checkpoint import open_checkpoint
 from .loading import load_params
@@ -139,6 +140,7 @@ def bind_steps(
         layers=layers,
         join=partial(join_hidden, **frame),
         head=head,
+        take=take_last_of_stream,
         start=partial(start_step, config=decoder, slots=None),
         choose=partial(norm_and_choose, eps=decoder.eps, kernels=kernels) if kernels.choose_tokens else None,
         finish=partial(finish_greedily, head=head) if whole else None,

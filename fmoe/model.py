@@ -376,4 +376,5 @@ def choose_steps(model: Model, tokens: int, /) -> Steps:
         compiled = bool(model.compile)
     if compiled:
         model.announce_graphs()
+        model.graphs.forget()
     return model.graphs if compiled else model.eager

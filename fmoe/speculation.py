@@ -23,7 +23,7 @@ from fmoe.functional.cache import Cache, DeltaCache, PendingDelta
 from fmoe.functional.delta_drafts import pend_delta, select_pending, settle_delta_
 from fmoe.functional.norm import rms_norm
 from fmoe.functional.sampling import mark_seen_, penalize_repetition, sample, sample_greedy, token_logprobs
-from fmoe.functional.speculate import mark_drafts, number_tokens, repeat_sampling, take_last
+from fmoe.functional.speculate import mark_drafts, number_tokens, repeat_sampling
 
 from .architectures import Following, Layers, State, Stream, place_step, run_layers, start_step, state_row
 from .batches import Batch, IsActive, Token, Turn
@@ -73,7 +73,9 @@ class SpeculativeBatch:
         self.drafts_BN = torch.zeros(rows, self.most, dtype=torch.int64, device=model.device)
         self.verdict = Verdict(ints[0].clone(), ints[1].clone(), self.drafts_BN)
         self.hidden_BD = torch.zeros(rows, decoder.hidden_size, dtype=model.dtype, device=model.device)
-        self.launchers: dict[int, Launcher] = {}
+        self.launchers: dict[tuple[int, bool], Launcher] = {}  # by drafts, and whether placements are shared
+        self.shares = False  # the draft layer has seen what the others have, so its tokens stand where theirs do
+        self.placement: Placement | None = None  # of the step's tokens
         self.running = 0  # drafts of the steps that were launched last
         self.visible = 0
         self.count = 0
@@ -83,6 +85,7 @@ class SpeculativeBatch:
     def begin(self, prompts: Sequence[Sequence[int]], options: Options, first_row: int, /) -> None:
         """Forget what was there, and take the settings; as ``Batch.begin``."""
         self.base.begin(prompts, options, first_row)
+        self.drafts.forget()
         kept = (*self.draft.caches[0], self.draft.lengths_B, self.hidden_BD, *self.verdict)
         for part in kept:
             part.zero_()
@@ -119,6 +122,7 @@ class SpeculativeBatch:
         self.verdict.limits_B.copy_(torch.tensor(limits, dtype=torch.int64, device=device))
         shown = [max(length - seen - 1, 0) for length in lengths]
         self.draft.lengths_B.copy_(torch.tensor(shown, dtype=torch.int64, device=device))
+        self.shares = not (seen or self.adapts)
 
     def choose(self, logits_BV: Tensor, /) -> Outputs:
         """Choose the first tokens; as ``Batch.choose``."""
@@ -160,7 +164,7 @@ class SpeculativeBatch:
         """Launch the next step, and the one behind it where the machine runs ahead and it will be needed."""
         machine: Machine = self.launcher.machine
         drafts = pace.choose(self.most) if self.adapts else self.most
-        launcher = self.launchers.setdefault(drafts, Launcher(machine))
+        launcher = self.launchers.setdefault((drafts, self.shares), Launcher(machine))
         ends = [length + len(told) for length, told in zip(lengths, self.told, strict=True)]
         shortest = min((len(told) for row, told in enumerate(self.told) if is_active(row)), default=count)
         while len(self.reads) <= (machine.ahead if launcher.warm else 0):
@@ -228,7 +232,8 @@ class SpeculativeBatch:
             stream, placement = steps.start(tokens_BT, embed_VD, state)
         else:
             stream, placement = start_step(tokens_BT, embed_VD, state, config=self.base.decoder, slots=slots)
-        return stream, placement._replace(kept_B=self.verdict.kept_B)
+        self.placement = placement._replace(kept_B=self.verdict.kept_B)
+        return stream, self.placement
 
     def _slots(self, masked: bool) -> int | None:
         """Give the slots that a mask covers: a captured step looks at all of them, for their number must not change."""
@@ -273,21 +278,30 @@ class SpeculativeBatch:
 
     def _draft_next(self, normed_BTD: Tensor, chosen_BT: Tensor, drafts: int) -> None:
         """Show the draft layer what was kept, and draft behind it."""
-        steps, kept_B, slots = self.drafts, self.verdict.kept_B, self._slots(self.drafts.masked)
+        steps, kept_B = self.drafts, self.verdict.kept_B
         following = Following(chosen_BT, self.params.embed_VD)
         if steps.draft is not None and self.base.choice.is_plain:
-            placement = place_step(normed_BTD, self.draft, config=self.base.decoder, slots=slots)
-            placement = placement._replace(kept_B=kept_B)
+            placement = self._place_drafts(normed_BTD)
             head, cache = self.head.params, self.draft.caches[0]
             last, first_B = steps.draft(normed_BTD, head, following, cache, placement, self.params.head_VD)
             self.draft.lengths_B.add_(kept_B)
             self.drafts_BN[:, 0] = first_B
             self._draft_on(last, 1, drafts, steps, self.steps.layers, self._slots(self.steps.masked))
             return
-        stream = self._run_draft(normed_BTD, following, self.draft, steps, steps.layers, slots, few=kept_B)
+        stream = steps.join(normed_BTD, self.head.params, following)
+        placement = self._place_drafts(normed_BTD)
+        stream = steps.layers[self.head.kind](stream, self.head.params.layer, self.draft.caches[0], placement)
         self.draft.lengths_B.add_(kept_B)
-        normed_B1D = self._draft_once(Stream(*(take_last(kept_B, part) for part in stream)), 0, steps)
+        normed_B1D = self._draft_once(steps.take(stream, kept_B), 0, steps)
         self._draft_on(normed_B1D, 1, drafts, steps, self.steps.layers, self._slots(self.steps.masked))
+
+    def _place_drafts(self, normed_BTD: Tensor) -> Placement:
+        """Place a step's tokens in the draft layer's cache: where they stand in the others, if it has seen as many."""
+        if self.shares and self.placement is not None:
+            return self.placement
+        slots = self._slots(self.drafts.masked)
+        placement = place_step(normed_BTD, self.draft, config=self.base.decoder, slots=slots)
+        return placement._replace(kept_B=self.verdict.kept_B)
 
     def _prime(self, longest: int) -> None:
         """Draft behind the first tokens, from the last hidden states of the prompts."""
@@ -337,12 +351,10 @@ class SpeculativeBatch:
         steps: DraftSteps,
         layers: Layers,
         slots: int | None,
-        *,
-        few: Tensor | None = None,
     ) -> Stream:
-        """Run the draft layer behind what its state holds; ``few`` marks tokens of which some may be dropped."""
+        """Run the draft layer behind what its state holds."""
         stream: Stream = steps.join(hidden_BTD, self.head.params, following)
-        placement = place_step(stream.total_BTD, state, config=self.base.decoder, slots=slots)._replace(kept_B=few)
+        placement = place_step(stream.total_BTD, state, config=self.base.decoder, slots=slots)
         return layers[self.head.kind](stream, self.head.params.layer, state.caches[0], placement)
 
     def _step_plainly(self) -> Outputs:

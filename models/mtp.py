@@ -143,6 +143,11 @@ def norm_and_choose(
     return normed_BTD, tokens_N.view(normed_BTD.shape[:2]), best_N.view(normed_BTD.shape[:2])
 
 
+def take_last_of_stream(stream: Stream, kept_B: Tensor, /) -> Stream:
+    """Take what stands behind the last token of each row that was kept, as ``take_last``: parts [B, 1, D]."""
+    return Stream(*(take_last(kept_B, part) for part in stream))
+
+
 def draft_greedily(
     hidden_BTD: Tensor,
     params: DraftParams,
@@ -175,6 +180,6 @@ def draft_greedily(
     assert placement.kept_B is not None
     stream = join_hidden(hidden_BTD, params, following, config=config, kernels=kernels)
     stream = layer(stream, params.layer, cache, placement)
-    last = Stream(*(take_last(placement.kept_B, part) for part in stream))
+    last = take_last_of_stream(stream, placement.kept_B)
     normed_B1D, logits_B1V = norm_and_head(last, params.norm_D, head_VD, eps=config.eps, kernels=kernels)
     return normed_B1D, sample_greedy(logits_B1V[:, 0])
