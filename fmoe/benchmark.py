@@ -173,9 +173,8 @@ def run_benchmark(
     with undisturbed(model):
         next(_decode(model, 1, settings, tokens=1))
         first_token_s = process_age_s()
-        LOG.info(
-            "the first token came %s s after the process started", f"{first_token_s:.1f}" if first_token_s else "?"
-        )
+        shown = f"{first_token_s:.1f}" if first_token_s else "?"
+        LOG.info("the first token came %s s after the process started", shown)
         peaks.append(read_peak_bytes(model.device))
         rates = measure_rates(model.device, model.dtype)
         LOG.info("this machine moves %.1f GB/s and computes %.2f TFLOP/s", rates.gbps, rates.tflops)
@@ -220,12 +219,12 @@ def measure_decode(model: Model, batch: int, settings: Settings, rates: Rates, /
     prompts_ms = (time.perf_counter() - begin) * 1e3
     samples_ms, profile = _time_steps(run, settings, model.device)
     peak = read_peak_bytes(model.device)
-    _take(run, settings.decode_tokens)  # to its end, where what it took is left to others
+    take(run, settings.decode_tokens)  # to its end, where what it took is left to others
     watch, watched_s = _watch(model, batch, settings)
     ms, on_gpu = statistics.median(samples_ms), model.device.type == "cuda"
     middle = settings.context + 1 + WARM_UPS + settings.repetitions * settings.new_tokens // 2
     layers = count_moe_layers(model.params.layers)
-    count = partial(_count, model, batch=batch, context=middle)
+    count = partial(count_step, model, batch=batch, context=middle)
     expected, work = count(), count(distinct=watch.distinct_per_layer(layers)) if layers else count()
     limit_ms = limit_seconds(work, rates) * 1e3
     seconds = add_rest({part: s / WATCHED for part, s in watch.seconds.items()}, watched_s)
@@ -260,7 +259,7 @@ def measure_decode(model: Model, batch: int, settings: Settings, rates: Rates, /
 def _measure_drafts(model: Model, plain: DecodeCase, settings: Settings) -> DraftCase:
     model.drafts.get()
     prompts = draw_prompts(model, plain.batch, settings.context, settings.seed)
-    options = replace(_greedy(model, settings.decode_tokens), speculate=settings.speculate)
+    options = replace(greedy_options(model, settings.decode_tokens), speculate=settings.speculate)
     times = {"new_tokens": settings.new_tokens, "repetitions": settings.repetitions, "warm_ups": WARM_UPS}
     return measure_drafts(model, prompts, options, plain=plain.tokens_per_s, **times)
 
@@ -280,7 +279,7 @@ def measure_prefill(model: Model, tokens: int, settings: Settings, rates: Rates,
         if turn:  # the first one compiles
             samples_ms.append((time.perf_counter() - begin) * 1e3)
     ms = statistics.median(samples_ms)
-    work = _count(model, batch=1, context=0, tokens=tokens)
+    work = count_step(model, batch=1, context=0, tokens=tokens)
     limit_ms = limit_seconds(work, rates) * 1e3
     LOG.info("prefill, %d tokens: %.2f ms, %.2f x the limit", tokens, ms, ms / limit_ms)
     return PrefillCase(
@@ -338,15 +337,15 @@ def _steps_of(model: Model, batch: int, settings: Settings) -> Any:
 
 def _decode(model: Model, batch: int, settings: Settings, *, tokens: int, steps: Any = None) -> Iterator[list[Token]]:
     prompts = draw_prompts(model, batch, settings.context, settings.seed)
-    return decode_batch(model, steps or _steps_of(model, batch, settings), prompts, _greedy(model, tokens))
+    return decode_batch(model, steps or _steps_of(model, batch, settings), prompts, greedy_options(model, tokens))
 
 
-def _greedy(model: Model, tokens: int) -> Options:
+def greedy_options(model: Model, tokens: int, /) -> Options:
+    """Ask for exactly ``tokens`` greedy tokens."""
     chosen: dict[str, Any] = dict.fromkeys(("top_p", "top_k", "min_p", "stop", "logprobs"))
-    vocab_size = model.config.decoder.vocab_size
     return resolve_options(
         model.defaults,
-        vocab_size=vocab_size,
+        vocab_size=model.config.decoder.vocab_size,
         max_new_tokens=tokens,
         temperature=0.0,
         repetition_penalty=1.0,
@@ -360,17 +359,17 @@ def _time_steps(
     run: Iterator[Sequence[Token]], settings: Settings, device: torch.device
 ) -> tuple[list[float], Profile | None]:
     """Time the steps of a run in samples, then trace some on a GPU."""
-    _take(run, WARM_UPS)
+    take(run, WARM_UPS)
     samples_ms = []
     for _ in range(settings.repetitions):
         finish(device)
         begin = time.perf_counter()
-        _take(run, settings.new_tokens)
+        take(run, settings.new_tokens)
         finish(device)
         samples_ms.append((time.perf_counter() - begin) * 1e3 / settings.new_tokens)
     if device.type != "cuda":
         return samples_ms, None
-    kernels = trace_kernels(lambda: _take(run, TRACED))
+    kernels = trace_kernels(lambda: take(run, TRACED))
     if not kernels:
         LOG.warning("torch's profiler saw nothing on the GPU, so no kernels are counted")
     return samples_ms, profile_kernels(kernels, TRACED) if kernels else None
@@ -383,15 +382,17 @@ def _watch(model: Model, batch: int, settings: Settings) -> tuple[Watch, float]:
     next(run)
     watch.forget()
     begin = time.perf_counter()
-    _take(run, WATCHED)
+    take(run, WATCHED)
     return watch, (time.perf_counter() - begin) / WATCHED
 
 
-def _count(model: Model, **options: Any) -> Work:
+def count_step(model: Model, /, **options: Any) -> Work:
+    """Count a step's bytes and operations; options as of ``count_work``."""
     state = model.architecture.init_state(model.config, 1, 64, dtype=model.dtype, device=META)
     return count_work(model.params, model.config, state.caches, **options)
 
 
-def _take(run: Iterator[Sequence[Token]], steps: int) -> None:
+def take(run: Iterator[Any], steps: int, /) -> None:
+    """Take so many steps of a run."""
     for _ in islice(run, steps):
         pass

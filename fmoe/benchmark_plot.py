@@ -1,5 +1,7 @@
 """Draw what ``fmoe bench --json`` wrote: the parts of each decode step, and all cases below the machine's roofline.
 
+Of a sweep it draws cost against size beside the limits instead, a panel for each axis.
+
     python -m fmoe.benchmark_plot RESULT.json PICTURE.png
 
 A module apart, run in a process of its own: importing matplotlib takes half a second, which no other command waits for.
@@ -18,17 +20,51 @@ if find_spec("matplotlib"):
     from matplotlib.figure import Figure
 
 SPAN = 30.0  # how far the axes of the roofline reach beyond the cases
+PANELS = (  # of a sweep: its list, the axis of what was left out, title, sizes, costs
+    ("tokens", "tokens", "prefill of one prompt", "tokens", "ms for the prompt"),
+    ("contexts", "context", "decode, batch 1", "tokens of context", "ms per step"),
+    ("batches", "batch", "decode at context {context}", "sequences", "ms per step"),
+)
 
 
 def draw_benchmark(record: Mapping[str, Any], file: Path, /) -> None:
     """Draw a record of ``make_record`` into a PNG."""
     check_plot(file)
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_parts(left, record["decode"])
-    _draw_roofline(right, record)
+    sweep = record.get("sweep")
+    figure = Figure(figsize=(16 if sweep else 13, 5.2), layout="constrained")
+    if sweep:
+        for axes, panel in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+            _draw_costs(axes, sweep, *panel)
+    else:
+        left, right = figure.subplots(1, 2)
+        _draw_parts(left, record["decode"])
+        _draw_roofline(right, record)
     figure.suptitle(f"{record['model']}, {record['weights']} weights, {record['device']}, torch {record['torch']}")
     figure.savefig(file, dpi=120)
+
+
+def _draw_costs(axes: Any, sweep: Mapping[str, Any], name: str, axis: str, title: str, sizes: str, costs: str) -> None:
+    """Draw the median of each size, all samples' range, and the least time of bytes and of operations."""
+    points = sweep[name]
+    x = [point["size"] for point in points]
+    if points:
+        ms = [point["ms"] for point in points]
+        below = [point["ms"] - min(point["samples_ms"]) for point in points]
+        above = [max(point["samples_ms"]) - point["ms"] for point in points]
+        axes.errorbar(x, ms, yerr=[below, above], marker="o", capsize=2, label="measured")
+        axes.plot(x, [point["bytes_ms"] for point in points], "k--", label="limit: bytes")
+        axes.plot(x, [point["flops_ms"] for point in points], "k:", label="limit: operations")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(x, [str(size) for size in x], rotation=60 if len(x) > 5 else 0)
+        axes.set_ylim(bottom=min(point["limit_ms"] for point in points) / 3)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    left = ", ".join(str(left["size"]) for left in sweep["left_out"] if left["axis"] == axis)
+    shown = title.format(context=points[0]["context"] if points else "-")
+    axes.set_title(f"{shown}\nleft out: {left}" if left else shown)
+    axes.set_xlabel(sizes)
+    axes.set_ylabel(costs)
 
 
 def _draw_parts(axes: Any, cases: Sequence[Mapping[str, Any]]) -> None:

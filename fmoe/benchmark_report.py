@@ -1,13 +1,15 @@
 """A Benchmark as text for a terminal, and as a JSON object."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from .benchmark import Benchmark, DecodeCase, PrefillCase
 from .benchmark_drafts import DraftCase
+from .benchmark_sweep import Sweep, SweepPoint
 from .info import format_bytes
 from .report import format_count
 
@@ -15,14 +17,15 @@ UNKNOWN = "unknown"
 MISSING = "a plot needs matplotlib, which is not installed; install it with: pip install 'fmoe[plot]'"
 
 
-def make_record(benchmark: Benchmark, /) -> dict[str, Any]:
+def make_record(benchmark: Benchmark, sweep: Sweep | None = None, /) -> dict[str, Any]:
     """Turn everything measured into what json writes."""
     rates = benchmark.rates
-    return asdict(benchmark) | {"rates": {**rates._asdict(), "gbps": rates.gbps}}
+    more = {"rates": {**rates._asdict(), "gbps": rates.gbps}, "sweep": None if sweep is None else asdict(sweep)}
+    return asdict(benchmark) | more
 
 
-def format_benchmark(benchmark: Benchmark, /) -> str:
-    """Lay out a table of the cases and, below it, where the time of each decode step goes."""
+def format_benchmark(benchmark: Benchmark, sweep: Sweep | None = None, /) -> str:
+    """Lay out a table of the cases and, below it, where the time of each decode step goes; then the sweep's tables."""
     lines = [*_format_head(benchmark), ""]
     if benchmark.decode:
         lines += [*_format_decode(benchmark.decode), ""]
@@ -32,6 +35,8 @@ def format_benchmark(benchmark: Benchmark, /) -> str:
         lines += [*_format_prefill(benchmark.prefill), ""]
     for case in benchmark.decode:
         lines += [*_format_parts(case), ""]
+    if sweep is not None:
+        lines += _format_sweep(sweep)
     return "\n".join(lines).rstrip()
 
 
@@ -106,6 +111,27 @@ def _format_parts(case: DecodeCase) -> Iterable[str]:
         yield f"{part.name:>9}{part.ms:>9.3f} {part.limit_ms:>9.3f} {ratio:>9} {kernels:>9}"
     if case.kernels_per_step is not None:
         yield f"{'gaps':>9}{case.gaps_ms:>9.3f}"
+
+
+def _format_sweep(sweep: Sweep) -> Iterable[str]:
+    for points in (sweep.tokens, sweep.contexts, sweep.batches):
+        if points:
+            yield from [*_format_points(points), ""]
+    if sweep.contexts or sweep.batches:
+        yield f"caches   {sweep.caches}"
+    for (axis, reason), group in groupby(sweep.left_out, key=lambda left: (left.axis, left.reason)):
+        yield f"left out {axis} {', '.join(str(left.size) for left in group)}: {reason}"
+
+
+def _format_points(points: Sequence[SweepPoint]) -> Iterable[str]:
+    axis = points[0].axis
+    header = ("ms", "tokens/s", "bytes ms", "ops ms", "x limit", "experts")
+    what = "prefill" if axis == "tokens" else "decode"
+    yield f"{what:8} {axis:>9} " + " ".join(f"{name:>10}" for name in header) + "  memory"
+    for point in points:
+        numbers = (f"{point.ms:.3f}", f"{point.tokens_per_s:.1f}", f"{point.bytes_ms:.3f}", f"{point.flops_ms:.4f}")
+        cells = " ".join(f"{cell:>10}" for cell in (*numbers, f"{point.ratio:.2f}", f"{point.experts:.1f}"))
+        yield f"{'':8} {point.size:>9} {cells}  {_size(point.peak_bytes)}"
 
 
 def _size(size: int | None) -> str:

@@ -38,7 +38,7 @@ PREFILL_KEYS = {
 }  # fmt: skip
 KEYS = {
     "model", "family", "weights", "dtypes", "params", "param_bytes", "device", "torch", "threads", "kernels",
-    "shared_slots", "load_s", "first_token_s", "peak_bytes", "rates", "decode", "drafts", "prefill",
+    "shared_slots", "load_s", "first_token_s", "peak_bytes", "rates", "decode", "drafts", "prefill", "sweep",
 }  # fmt: skip
 
 
