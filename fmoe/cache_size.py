@@ -7,14 +7,15 @@ import torch
 
 from fmoe.compile.step import SLOTS, Steps, cache_slots
 
-from .decoding import PREFILL_CHUNK, batch_capacity
+from .chunks import chunk_bytes
+from .decoding import batch_capacity
 from .info import format_bytes
 from .loading import named_tensors
 from .model import Model
 from .placing import available_bytes
 
 META = torch.device("meta")
-WORKSPACE = 2**30  # what a GPU needs beside the caches for one chunk of a prompt
+WORKSPACE = 2**30  # what a GPU needs beside the caches and one chunk of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,8 @@ def find_room(model: Model, tokens: int, /) -> Room:
     kept = model.shelf.peek()
     if kept is not None:
         free += sum(part.nbytes for _, part in named_tensors(kept.state.caches))
-    mask = min(tokens, PREFILL_CHUNK) * tokens * (1 + model.dtype.itemsize)  # as bool, and as what attention adds
     workspace = WORKSPACE if model.device.type == "cuda" else 0
-    return Room(measure_caches(model), free - mask - workspace)
+    return Room(measure_caches(model), free - chunk_bytes(model, tokens) - workspace)
 
 
 def check_room(model: Model, steps: Steps, rows: int, tokens: int, /) -> None:

@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 from fmoe.compile.step import Steps, visible_slots
+from fmoe.functional.attention import Placement, see_all
 
-from .architectures import State, Stream, forward, state_row
+from .architectures import DecoderConfig, State, Stream, forward, start_step, state_row
 from .batches import ROOM as ROOM
 from .batches import Batch, Choice, IsActive, Kind
 from .batches import Token as Token
 from .batches import batch_capacity as batch_capacity
 from .batches import new_state as new_state
 from .capture import DirectMachine, GraphMachine, Machine
+from .chunks import PREFILL_CHUNK as PREFILL_CHUNK
+from .chunks import attends_causally, choose_chunk
 from .model import Model
 from .options import Options
 from .speculation import SpeculativeBatch
 from .states import State as Origin
 from .states import copy_state_
 
-PREFILL_CHUNK = 2048
 SCORE_CHUNK = 512  # positions whose logits are in memory at once
 
 
@@ -37,16 +39,27 @@ Watch = Callable[[int, Tensor, int, Tensor], None]
 def run(model: Model, steps: Steps, tokens_BT: Tensor, state: State, /, *, visible: int) -> tuple[Tensor, State]:
     """Run T more tokens of each row; ``visible`` is the longest row's length after them.
 
+    Rows of several tokens all have that length.
+
     Returns:
         (hidden [B, T, D], the new state).
     """
     slots: int | None = visible_slots(visible)
-    start = None
+    start: Callable[..., tuple[Stream, Placement]] | None = None
     if tokens_BT.shape[1] == 1 and not steps.masked:
         slots, start = None, steps.start
+    elif tokens_BT.shape[1] > 1 and attends_causally(model):
+        start = partial(_start_causally, config=model.config.decoder, visible=visible)
     x_BTD: Tensor
     x_BTD, state = forward(tokens_BT, model.params, state, model.config.decoder, steps.layers, slots=slots, start=start)
     return x_BTD, state
+
+
+def _start_causally(
+    tokens_BT: Tensor, embed_VD: Tensor, state: State, /, *, config: DecoderConfig, visible: int
+) -> tuple[Stream, Placement]:
+    stream, placement = start_step(tokens_BT, embed_VD, state, config=config, slots=None)
+    return stream, see_all(placement, visible)
 
 
 def compute_head(model: Model, steps: Steps, x_BD: Tensor, /) -> Tensor:
@@ -61,11 +74,13 @@ def prefill(
     state: State,
     /,
     *,
-    chunk: int = PREFILL_CHUNK,
+    chunk: int | None = None,
     origin: Origin | None = None,
     watch: Watch | None = None,
 ) -> Tensor:
     """Run each prompt through its row of a fresh state, ``chunk`` tokens at a time, without padding.
+
+    Without a chunk, its size is that of ``choose_chunk``, which is the same for all prompts of a model on a device.
 
     Where the rows start from an origin, every prompt begins with its tokens, and only the others are run.
 
@@ -75,7 +90,7 @@ def prefill(
     Returns:
         float32 [B, V], logits after each prompt's last token.
     """
-    logits, first, seen = [], 0, 0
+    logits, first, seen, chunk = [], 0, 0, chunk or choose_chunk(model)
     if origin is not None:
         state, seen = copy_state_(origin, state), len(origin)
     for length, group in groupby(prompts, key=len):
@@ -121,7 +136,7 @@ def decode_batch(
     /,
     *,
     first_row: int = 0,
-    chunk: int = PREFILL_CHUNK,
+    chunk: int | None = None,
     is_active: IsActive = lambda row: True,
     machine: Machine | None = None,
     origin: Origin | None = None,
@@ -146,7 +161,7 @@ def decode_batch(
     Raises:
         RuntimeError: a row's logits hold NaN or infinity; the message names the layer.
     """
-    lengths = [len(ids) for ids in prompts]
+    lengths, chunk = [len(ids) for ids in prompts], chunk or choose_chunk(model)
     machine = machine or choose_machine(model, steps)
     batch = _open_batch(model, steps, len(prompts), max(lengths) + options.max_new_tokens, options, machine)
     watch = batch.watch if isinstance(batch, SpeculativeBatch) else None

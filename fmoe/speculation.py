@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fmoe.compile.step import DraftSteps, Verdict, cache_slots, visible_slots
-from fmoe.functional.attention import Placement
+from fmoe.functional.attention import Placement, see_all
 from fmoe.functional.cache import Cache, DeltaCache, PendingDelta
 from fmoe.functional.delta_drafts import pend_delta, select_pending, settle_delta_
 from fmoe.functional.norm import rms_norm
@@ -28,6 +28,7 @@ from fmoe.functional.speculate import mark_drafts, number_tokens, repeat_samplin
 from .architectures import Following, Layers, State, Stream, place_step, run_layers, start_step, state_row
 from .batches import Batch, IsActive, Token, Turn
 from .capture import Launcher, Machine, Outputs, Read
+from .chunks import attends_causally
 from .drafting import DraftHead
 from .model import Model
 from .options import Options
@@ -58,6 +59,7 @@ class SpeculativeBatch:
         self.state, self.launcher = base.state, base.launcher
         self.eager_layers: Layers = model.eager.layers
         self.eager_masked = model.eager.masked
+        self.causal = attends_causally(model)
         self.drafts: DraftSteps = head.graphs if base.steps.compiled else head.eager
         config, decoder, rows = model.config, model.config.decoder, base.state.lengths_B.shape[0]
         delta: Any = getattr(config, "delta", None)
@@ -112,7 +114,11 @@ class SpeculativeBatch:
         state = state._replace(lengths_B=torch.full_like(state.lengths_B, start))
         layers = self.steps.layers if tokens > 1 else self.eager_layers
         following = Following(following_BT, self.params.embed_VD)
-        self._run_draft(hidden_BTD, following, state, self.head.eager, layers, visible_slots(start + tokens))
+        visible = start + tokens
+        if tokens > 1 and self.causal:
+            self._run_draft(hidden_BTD, following, state, self.head.eager, layers, None, visible=visible)
+        else:
+            self._run_draft(hidden_BTD, following, state, self.head.eager, layers, visible_slots(visible))
 
     def place(self, lengths: Sequence[int], seen: int, /) -> None:
         """Say how long the prompts are, and how many of their tokens the draft layer was not shown."""
@@ -351,10 +357,13 @@ class SpeculativeBatch:
         steps: DraftSteps,
         layers: Layers,
         slots: int | None,
+        *,
+        visible: int | None = None,
     ) -> Stream:
-        """Run the draft layer behind what its state holds."""
+        """Run the draft layer behind what its state holds; tokens that need no mask see so many, as ``see_all``."""
         stream: Stream = steps.join(hidden_BTD, self.head.params, following)
-        placement = place_step(stream.total_BTD, state, config=self.base.decoder, slots=slots)
+        placement: Placement = place_step(stream.total_BTD, state, config=self.base.decoder, slots=slots)
+        placement = placement if visible is None else see_all(placement, visible)
         return layers[self.head.kind](stream, self.head.params.layer, state.caches[0], placement)
 
     def _step_plainly(self) -> Outputs:

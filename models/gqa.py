@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fmoe.functional.attention import Placement
+from fmoe.functional.attention import Placement, causal_mask
 from fmoe.functional.cache import KVCache, append_kv_
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import rms_norm
@@ -206,7 +206,15 @@ def _attend_projected(
     if placement.kept_B is not None:  # a weight of zero would not keep a draft's NaN from the tokens before it
         k_BTJC, v_BTJC = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in (k_BTJC, v_BTJC))
     append_kv_(cache, k_BTJC, v_BTJC, placement.positions_BT)
-    if placement.mask_BTM is None:  # a kind that attend_step does not do
+    if placement.visible_M is not None:
+        assert config.window is None
+        visible = placement.visible_M.shape[0]
+        seen = (cache.k_BJMC[:, :, :visible], cache.v_BJMC[:, :, :visible])
+        if sinks_H is None:
+            out_BTHC = kernels.attend_causal(q_BTHC, *seen)
+        else:
+            out_BTHC = kernels.attend_prefill(q_BTHC, *seen, causal_mask(q_BTHC, visible), sinks_H)
+    elif placement.mask_BTM is None:  # a kind that attend_step does not do
         attend = kernels.attend_lengths if placement.kept_B is None else kernels.attend_few_lengths
         assert attend is not None and config.window is None and sinks_H is None
         out_BTHC = attend(q_BTHC, *cache, placement.lengths_B, scale=config.head_size**-0.5)

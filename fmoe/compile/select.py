@@ -23,6 +23,7 @@ from .aiter_ops import compute_experts_aiter, register, route_aiter
 from .aiter_rules import can_compute, can_route, decide_topk
 from .aiter_selftest import describe
 from .capabilities import AiterRecord, Availability, Capabilities
+from .causal_ops import attend_causal_op
 from .chunk_ops import delta_prefill_op
 from .linear_ops import keep_kernels, linear_planned
 from .ops import (
@@ -254,6 +255,7 @@ def choose(
         compute_experts=partial(compute_experts_op if compiled else compute_experts_planned, plans=moe),
         compute_experts_decode=partial(compute_experts_few if compiled else compute_experts_planned, plans=moe),
         delta_prefill=delta_prefill_op if compiled else delta_mix,
+        attend_causal=attend_causal_op,
         linear=partial(linear_planned, plans=linear) if linear else linear_reference,
     )
     return kernels if decision is None or decision.record is None else _with_aiter(kernels, decision, decision.record)

@@ -269,6 +269,8 @@ def _compile_lazily(
         variant: tuple[int, ...] = tuple(size == 1 for size in first.shape[:-1])
         if few:
             variant = (first.shape[0] == 1, first.shape[1])
+        elif first.shape[-2] > 1:
+            variant += tuple(getattr(argument, "visible_M", None) is None for argument in arguments)
         if variant in traced:
             return get()(x, params, *arguments)
         # Marks and the limit matter while tracing alone; this may trace. Each dtype and 0/1 variant is one more graph
@@ -363,6 +365,7 @@ _SYMBOLIC = {
     "cos_BTR": (0, 1),
     "sin_BTR": (0, 1),
     "mask_BTM": (0, 1, 2),
+    "visible_M": (0,),
     "lengths_B": (0,),
 }
 

@@ -2,8 +2,11 @@
 
 from .attention import Placement as Placement
 from .attention import attend as attend
+from .attention import attend_causal as attend_causal
 from .attention import attend_rows as attend_rows
+from .attention import causal_mask as causal_mask
 from .attention import place_tokens as place_tokens
+from .attention import see_all as see_all
 from .cache import Cache as Cache
 from .cache import DeltaCache as DeltaCache
 from .cache import KVCache as KVCache

@@ -26,6 +26,17 @@ class Placement(NamedTuple):
     window_mask_BTM: Tensor | None = None  # the same within the sliding window, where the model has one
     lengths_B: Tensor | None = None  # int64, slots that the last token may look at; where there is no mask
     kept_B: Tensor | None = None  # int64, tokens of the step before that stay; where drafts are verified
+    visible_M: Tensor | None = None  # no values; its size is what the last token sees; where there is no mask
+
+
+def see_all(placement: Placement, visible: int, /) -> Placement:
+    """Let each token see all before it without a mask, where all rows begin at one place.
+
+    Args:
+        placement: of ``place_tokens`` without slots.
+        visible: tokens of each row behind the step.
+    """
+    return placement._replace(lengths_B=None, visible_M=placement.positions_BT.new_empty(visible, dtype=torch.bool))
 
 
 def place_tokens(
@@ -115,6 +126,39 @@ def attend(
         enable_gqa=q_BTHC.shape[2] != k_BJMC.shape[1],
     )
     return out_BHTC.transpose(1, 2)
+
+
+def attend_causal(q_BTHC: Tensor, k_BJMC: Tensor, v_BJMC: Tensor, /, *, scale: float | None = None) -> Tensor:
+    """``attend`` for tokens that stand in the last T slots, each of which sees its own slot and all before.
+
+    Args:
+        q_BTHC: queries, 1 <= T <= M.
+        k_BJMC: keys.
+        v_BJMC: values.
+        scale: None is C^-0.5.
+
+    Returns:
+        [B, T, H, channels of v], dtype of q.
+    """
+    tokens, slots = q_BTHC.shape[1], k_BJMC.shape[2]
+    if tokens != slots:
+        return attend(q_BTHC, k_BJMC, v_BJMC, causal_mask(q_BTHC, slots), scale=scale)
+    out_BHTC = F.scaled_dot_product_attention(
+        q_BTHC.transpose(1, 2),
+        k_BJMC,
+        v_BJMC,
+        is_causal=True,
+        scale=scale,
+        enable_gqa=q_BTHC.shape[2] != k_BJMC.shape[1],
+    )
+    return out_BHTC.transpose(1, 2)
+
+
+def causal_mask(q_BTHC: Tensor, slots: int, /) -> Tensor:
+    """Make the mask [1, T, slots] of tokens that stand in the last T slots and see all before."""
+    tokens = q_BTHC.shape[1]
+    positions_T = torch.arange(tokens, device=q_BTHC.device) + (slots - tokens)
+    return (torch.arange(slots, device=q_BTHC.device) <= positions_T[:, None])[None]
 
 
 def _add_sink_slot(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .attention import attend, attend_rows
+from .attention import attend, attend_causal, attend_rows
 from .delta_drafts import delta_verify
 from .deltanet import delta_mix
 from .experts import compute_experts_grouped
@@ -37,6 +37,7 @@ class Kernels:
     compute_experts: Callable[..., Tensor] = compute_experts_grouped
     compute_experts_decode: Callable[..., Tensor] = compute_experts_grouped
     attend_prefill: Callable[..., Tensor] = attend
+    attend_causal: Callable[..., Tensor] = attend_causal
     attend_decode: Callable[..., Tensor] = attend
     delta_prefill: Callable[..., Tensor] = delta_mix
     delta_decode: Callable[..., Tensor] = delta_mix
