@@ -9,6 +9,8 @@ N = T * K pairs, X tiles; BN is the 128 columns of a block of factors.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fmoe.functional.quant import BLOCK, FP8, Fp8, Weight
 from fmoe.functional.routing import Routing
 
-from ..settings import Settings
+from ..settings import Settings, Tile
 from .launch import launch_options, wait_for_previous
 from .moe_decode import combine
-from .moe_prefill import locate_tile
+from .moe_prefill import compute_experts_sorted, locate_tile
 from .quantize import quantize_rows, quantize_values
 from .sort import sort_pairs
 from .tiles import store_rows
@@ -159,3 +161,18 @@ def compute_experts_quantized(
         pairs_ND, *tiles, **shape, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip
     return combine(pairs_ND, routing.weights_TK, settings)
+
+
+def compute_experts_tiled(
+    x_TD: Tensor, routing: Routing, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
+) -> Tensor:
+    """Run ``compute_experts_quantized`` where the path says so and can, else ``compute_experts_sorted``."""
+    if settings.path != "quantized":
+        return compute_experts_sorted(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
+    if isinstance(w_gate_up_EPD, Fp8) and isinstance(w_down_EDF, Fp8) and can_quantize(x_TD, w_gate_up_EPD, w_down_EDF):
+        return compute_experts_quantized(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
+    # Wider values take smaller blocks.
+    block = min(settings.gate_up.tokens, 64)
+    tile = Tile(block, 64, 32, 4, 1 if torch.version.hip else 3)
+    plain = replace(settings, path="sorted", gate_up=tile, down=tile, programs=0)
+    return compute_experts_sorted(x_TD, routing, w_gate_up_EPD, w_down_EDF, plain)
