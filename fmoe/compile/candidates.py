@@ -27,7 +27,7 @@ from .plan import (
     default_choice,
     runs_up_to,
 )
-from .settings import Settings, Tile, default_settings, find_target, settings_from_ints, settings_to_ints
+from .settings import TILED, Settings, Tile, default_settings, find_target, settings_from_ints, settings_to_ints
 
 MOST = 24  # candidates of one operator at one token count
 MOST_NEAR = 3
@@ -161,12 +161,16 @@ def list_starts(key: Key, device: Device, tokens: int, /) -> list[Settings]:
     experts, top_k, slots, _, hidden, width = key.sizes
     target = find_target(device.kind, device.arch)
 
-    def settings_at(count: int) -> Settings:
+    def settings_at(count: int, *, quantize: bool = True) -> Settings:
         dtype: torch.dtype = getattr(torch, key.dtype)
-        return default_settings(count, experts, top_k, slots, hidden, width, dtype, target=target)
+        return default_settings(
+            count, experts, top_k, slots, hidden, width, dtype, target=target, quantize=quantize
+        )
 
     found = {settings_at(tokens).path: settings_at(tokens)}
     allowed = ["slots"] * (tokens <= 16) + ["grouped"] * (2 <= tokens <= 512) + ["sorted"] * (tokens >= 16)
+    if settings_at(tokens).path == "quantized":
+        found["sorted"] = settings_at(tokens, quantize=False)
     for count in (2, 4, 8, 16, 64, 256, 2048):
         settings = replace(settings_at(count), fuse_choice=False)
         if settings.path in allowed:
@@ -197,7 +201,7 @@ def list_neighbours(settings: Settings, key: Key, device: Device, tokens: int, /
         [
             replace(_with_gate_up(settings, first), down=second)
             for first, second in zip(gate_up, down, strict=False)
-            if settings.path != "sorted" or first.tokens == second.tokens
+            if settings.path not in TILED or first.tokens == second.tokens
         ],
         [replace(settings, down=tile) for tile in down],
         _list_flags(settings, key, device, tokens),
@@ -207,7 +211,7 @@ def list_neighbours(settings: Settings, key: Key, device: Device, tokens: int, /
 
 
 def _with_gate_up(settings: Settings, tile: Tile) -> Settings:
-    if settings.path != "sorted":
+    if settings.path not in TILED:
         return replace(settings, gate_up=tile)
     return replace(settings, gate_up=tile, down=replace(settings.down, tokens=tile.tokens))
 
@@ -225,7 +229,7 @@ def _order_tiles(settings: Settings, key: Key, device: Device, tokens: int, part
         # What a tile holds whole has no stages.
         once = min(FP8_STAGES[device.kind])
         tiles = [t for t in tiles if t.depth < every or (t.depth < 2 * every and t.stages == once)]
-    if settings.path == "sorted" and part == "down":
+    if settings.path in TILED and part == "down":
         tiles = [tile for tile in tiles if tile.tokens == settings.gate_up.tokens]
     blocks = {tile: expert_block(key, kind, part, tile, tokens) for tile in tiles}
     fitting = [tile for tile in tiles if fits(blocks[tile], device)]
@@ -273,6 +277,9 @@ def list_tiles(key: Key, kind: str, tokens: int, device: Device, /) -> list[Tile
             )
             for stages in all_stages
         ]  # fmt: skip
+    if kind == "quantized":
+        shapes = ((128, 8), (64, 8), (64, 4))
+        return [Tile(block, BLOCK, BLOCK, warps, stages) for block, warps in shapes for stages in (2, 3, 4)]
     load = tokens * key.sizes[1] / key.sizes[0]
     if kind == "grouped":
         blocks = [16, 32, 64] if load > 8 else [16]
@@ -308,7 +315,7 @@ def _list_flags(settings: Settings, key: Key, device: Device, tokens: int) -> li
     changed = [replace(settings, pdl=not settings.pdl)] if dependent else []
     if settings.path == "slots" and tokens <= FUSED_TOKENS:
         changed.append(replace(settings, fuse_choice=not settings.fuse_choice))
-    if settings.path == "sorted":
+    if settings.path in TILED:
         changed += [replace(settings, descriptors=not settings.descriptors)] if dependent and not narrow else []
         changed += [replace(settings, programs=n * device.units) for n in (0, 1, 2, 3)]
         changed += [replace(settings, group=n) for n in (1, 4, 8, 16)]

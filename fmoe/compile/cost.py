@@ -86,7 +86,8 @@ def distinct_experts(key: Key, tokens: int, /) -> float:
 def expert_block(key: Key, path: Path | str, part: str, tile: Tile, tokens: int, /) -> Block:
     """Describe gate-up or down of a path; ``token`` is down with all experts of a token in one program."""
     _, top_k, slots, _, hidden, width = key.sizes
-    size, x_size = _item_size(key), activation_size(key)
+    size = _item_size(key)
+    x_size = size if path == "quantized" else activation_size(key)
     gate_up = part == "gate_up"
     matrices, outputs, depth = (2, width, hidden) if gate_up else (1, hidden, width)
     pairs, hit = tokens * (top_k + slots), distinct_experts(key, tokens)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from .linear_settings import MAX_TOKENS, default_linear_settings, linear_to_ints
-from .settings import PATHS, default_settings, find_target, settings_to_ints
+from .settings import PATHS, TILED, default_settings, find_target, settings_to_ints
 
 # How an operator runs. Of "moe": per_slot, loop, dense and grouped are the functions of functional/experts.py;
 # triton is the kernels; apart and beside are the kernels with the shared experts as a dense MLP, after the routed ones
@@ -216,7 +216,7 @@ def runs_up_to(key: Key, implementation: Implementation, settings: tuple[int, ..
     """Say whether an implementation of an operator takes ``bound`` tokens; -1 is any number of them."""
     if key.operator == "linear" or implementation in UNBOUNDED:
         return True
-    if implementation in KERNELS and PATHS[settings[0]] == "sorted":
+    if implementation in KERNELS and PATHS[settings[0]] in TILED:
         return True
     pairs = bound * (key.sizes[1] + key.sizes[2])
     return bound >= 0 and (implementation not in KERNELS or pairs <= MAX_PAIRS)

@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 
 # How the experts run. SLOTS: one matrix-vector product for each (token, expert) pair. GROUPED: each expert's rows
-# together, its weights read once. SORTED: rows sorted by expert, tiles of a grouped product.
-Path = Literal["slots", "grouped", "sorted"]
-PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted")
+# together, its weights read once. SORTED: rows sorted by expert, tiles of a grouped product. QUANTIZED: as sorted, x and
+# h in FP8, too; rows that are not in bfloat16, and weights that are not in whole FP8 blocks, run as sorted.
+Path = Literal["slots", "grouped", "sorted", "quantized"]
+PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted", "quantized")
+TILED = ("sorted", "quantized")  # of any number of tokens
 # What kernels are compiled for: CUDA devices of any kind, those with tensor memory access and 227 KB of shared memory
 # for a program, or AMD's.
 Target = Literal["cuda", "hopper", "hip"]
@@ -85,9 +87,9 @@ class Settings:
     def __post_init__(self) -> None:
         if self.path not in PATHS:
             raise ValueError(f"path={self.path!r} must be one of {', '.join(PATHS)}")
-        if self.path == "sorted" and self.gate_up.tokens != self.down.tokens:
+        if self.path in TILED and self.gate_up.tokens != self.down.tokens:
             raise ValueError(
-                f"gate_up.tokens={self.gate_up.tokens} must equal down.tokens={self.down.tokens} on the sorted path: "
+                f"gate_up.tokens={self.gate_up.tokens} must equal down.tokens={self.down.tokens} on the {self.path} path: "
                 "both products share one list of tiles"
             )
 
@@ -135,6 +137,7 @@ def default_settings(
     dtype: torch.dtype,
     *,
     target: Target = "cuda",
+    quantize: bool = True,
 ) -> Settings:
     """Choose settings by rule, for shapes that were never tuned.
 
@@ -147,11 +150,15 @@ def default_settings(
         width: F.
         dtype: of the weights; float8_e4m3fn are those in FP8 blocks.
         target: what the kernels are compiled for; AMD's shared memory holds less.
+        quantize: whether the rows of many tokens may be rounded to FP8, as checkpoints in FP8 blocks are meant to run.
 
     Returns:
         Settings.
     """
     if dtype.itemsize == 1:
+        whole = hidden % 128 == 0 and width % 128 == 0
+        if quantize and whole and target == "hopper" and tokens * top_k > 24 * experts:
+            return _quantized(tokens * top_k / experts)
         like = default_settings(tokens, experts, top_k, slots, hidden, width, torch.bfloat16, target=target)
         if like.path == "slots" and tokens == 1 and width % 128 == 0 and width * (top_k + slots) <= 8192:
             # All experts of a row at once: eight layers of Qwen3-Next took 358 us on an H200, one after the other 390.
@@ -215,6 +222,12 @@ def _sorted(pairs_per_expert: float, *, wide: bool, target: Target) -> Settings:
     rows, depth = 64, 32 if wide else 64
     tile = Tile(block, rows, depth, 8 if block == 128 and not wide else 4, 1 if target == "hip" else 3)
     return Settings(path="sorted", router=router, gate_up=tile, down=tile)
+
+
+def _quantized(pairs_per_expert: float) -> Settings:
+    tile = Tile(64 if pairs_per_expert < 96 else 128, 128, 128, 8, 4)
+    router = _router(1024, wide=False, target="hopper")
+    return Settings(path="quantized", router=router, gate_up=tile, down=tile, programs=132)
 
 
 def _round_up(size: int) -> int:

@@ -40,11 +40,17 @@ def test_the_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def layer_launches(shape, tokens, target, settings=None):
+def rule_settings(shape, tokens, target, **options):
+    return default_settings(tokens, *SHAPES[shape], FP8, target=TARGETS[target], **options)
+
+
+def layer_launches(shape, tokens, target, settings=None, activations=torch.bfloat16):
     experts, top_k, slots, hidden, width = SHAPES[shape]
-    settings = settings or default_settings(tokens, experts, top_k, slots, hidden, width, FP8, target=TARGETS[target])
+    settings = settings or rule_settings(shape, tokens, target)
     config = RouterConfig(experts, top_k)
-    launches = record_layer(settings, config, tokens=tokens, slots=slots, hidden=hidden, width=width, dtype=FP8)
+    launches = record_layer(
+        settings, config, tokens=tokens, slots=slots, hidden=hidden, width=width, dtype=FP8, activations=activations
+    )
     return [launch for launch in launches if reads_fp8(launch)]
 
 
@@ -57,12 +63,27 @@ def reads_fp8(launch):
 def test_default_settings_of_layers_fit(shape, target):
     misfits, names = [], set()
     for tokens in (1, 2, 64, 2048, 16384):
-        launches = layer_launches(shape, tokens, target)
+        settings = rule_settings(shape, tokens, target, quantize=False)
+        launches = layer_launches(shape, tokens, target, settings)
         assert len(launches) == 2
         misfits += find_misfits(launches, target)
         names |= {launch.kernel.__name__ for launch in launches}
     assert misfits == []
     assert {"gate_up_slots", "down_token", "gate_up_sorted", "down_sorted"} <= names
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_many_tokens_are_quantised_where_blocks_are_whole(shape):
+    assert rule_settings(shape, 64, "sm_90").path != "quantized"
+    assert rule_settings(shape, 16384, "gfx950").path == "sorted"
+    settings = rule_settings(shape, 16384, "sm_90")
+    assert settings.path == ("sorted" if shape == "partial" else "quantized")
+    names = [launch.kernel.__name__ for launch in layer_launches(shape, 16384, "sm_90", settings)]
+    assert ("quantize_blocks" in names) == (shape != "partial")
+    # rows of another dtype run as they do on the sorted path
+    launches = layer_launches(shape, 16384, "sm_90", settings, activations=torch.float16)
+    assert [launch.kernel.__name__ for launch in launches] == ["gate_up_sorted", "down_sorted"]
+    assert find_misfits(launches, "sm_90") == []
 
 
 def linear_launches(tokens, outputs, hidden, settings, *, rest=0):

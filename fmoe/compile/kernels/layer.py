@@ -11,10 +11,10 @@ from torch import Tensor
 from fmoe.functional.quant import Fp8, Weight, weight_shape
 from fmoe.functional.routing import RouterConfig, Routing
 
-from ..settings import Settings
+from ..settings import TILED, Settings
 from .fp8 import check_blocks, check_fp8, read_fp8, take_outer
 from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
-from .moe_prefill import compute_experts_sorted
+from .moe_prefill_fp8 import compute_experts_tiled
 from .route import route_tokens, tabulate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -102,8 +102,8 @@ def compute_experts_kernels(
     check_tiles(w_gate_up_EPD, w_down_EDF, settings)
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
-    if settings.path == "sorted":
-        return compute_experts_sorted(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
+    if settings.path in TILED:
+        return compute_experts_tiled(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
     check_grid(routing.experts_TK.numel())
     if settings.path == "slots":
         return compute_experts_slots(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
@@ -147,7 +147,7 @@ def run_moe_layer(
     check_router(x_TD, w_router_RD, bias_E, config, slots)
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
-    if settings.path != "sorted":
+    if settings.path not in TILED:
         check_grid(x_TD.shape[0] * (config.top_k + slots))
     if settings.path == "slots" and settings.fuse_choice:
         routing, h_NF = route_and_gate_up(x_TD, w_router_RD, bias_E, config, w_gate_up_EPD, settings)
@@ -157,7 +157,7 @@ def run_moe_layer(
         return compute_experts_slots(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings, early=True)
     if settings.path == "grouped":
         return compute_experts_tabled(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
-    return compute_experts_sorted(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
+    return compute_experts_tiled(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
 
 
 def run_moe_layer_apart(
