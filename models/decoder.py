@@ -16,8 +16,9 @@ from fmoe.functional.attention import Placement, place_tokens
 from fmoe.functional.cache import Cache, select_row
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.mlp import SWIGLU, Activation, MLPParams, mlp_layer
-from fmoe.functional.moe import MoEParams, moe_layer
+from fmoe.functional.moe import MoEParams
 from fmoe.functional.norm import rms_norm
+from fmoe.functional.normed import add_norm_linear, add_norm_moe
 from fmoe.functional.rotary import RopeConfig, rotary_frequencies
 from fmoe.functional.routing import RouterConfig
 
@@ -152,16 +153,16 @@ def residual_layer(
     kernels: Kernels,
     activation: Activation = SWIGLU,
 ) -> Stream:
-    """``x += mixer(norm(x)); x += mlp(norm(x))``, the MLP dense SwiGLU or a mixture of experts by its parameters."""
-    normed_BTD, x_BTD = kernels.add_norm(*stream, params.input_norm_D, eps=eps)
-    mixed_BTD = mixer(normed_BTD, params.mixer, cache, placement)
-    normed_BTD, x_BTD = kernels.add_norm(x_BTD, mixed_BTD, params.post_norm_D, eps=eps)
+    """``x += mixer(w_in norm(x)); x += mlp(norm(x))``, the MLP dense or of experts by its parameters."""
+    w_in = params.mixer.w_in_ND, getattr(params.mixer, "bias_N", None)
+    x_BTD, projected_BTN = add_norm_linear(*stream, params.input_norm_D, *w_in, eps=eps, kernels=kernels)
+    stream = Stream(x_BTD, mixer(projected_BTN, params.mixer, cache, placement))
     if isinstance(params.mlp, MLPParams):
+        normed_BTD, x_BTD = kernels.add_norm(*stream, params.post_norm_D, eps=eps)
         return Stream(x_BTD, mlp_layer(normed_BTD, params.mlp, linear=kernels.linear))
-    normed_TD = normed_BTD.flatten(0, 1)
     decode = x_BTD.shape[1] == 1 or placement.kept_B is not None
-    y_TD = moe_layer(normed_TD, params.mlp, router, kernels=kernels, decode=decode, activation=activation)
-    return Stream(x_BTD, y_TD.view_as(x_BTD))
+    add_moe = partial(add_norm_moe, eps=eps, kernels=kernels, decode=decode, activation=activation)
+    return Stream(*add_moe(*stream, params.post_norm_D, params.mlp, router))
 
 
 def start_step(

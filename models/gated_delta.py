@@ -121,7 +121,7 @@ def delta_params(fill: Fill, prefix: str, config: DeltaConfig, hidden: int, /, *
 
 
 def delta_mixer(
-    x_BTD: Tensor,
+    projected_BTN: Tensor,
     params: DeltaParams,
     cache: DeltaCache | PendingDelta,
     placement: Placement,
@@ -130,16 +130,15 @@ def delta_mixer(
     config: DeltaConfig,
     kernels: Kernels,
 ) -> Tensor:
-    """Project, convolve and recur, project back.
+    """Convolve and recur, project back.
 
     Returns:
-        A tensor like x.
+        [B, T, D].
     """
-    projected_BTN = kernels.linear(x_BTD, params.w_in_ND)
     if placement.kept_B is not None:
         mixed_BTN = kernels.delta_verify(projected_BTN, cache, params, config, placement.kept_B)
     else:
-        mix = kernels.delta_decode if x_BTD.shape[1] == 1 else kernels.delta_prefill
+        mix = kernels.delta_decode if projected_BTN.shape[1] == 1 else kernels.delta_prefill
         mixed_BTN = mix(projected_BTN, cache, params, config)
     return kernels.linear(mixed_BTN, params.w_out_DN)
 

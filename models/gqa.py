@@ -145,7 +145,7 @@ def _head_norms(fill: Fill, prefix: str, names: tuple[str, str], config: Attenti
 
 
 def attention_mixer(
-    x_BTD: Tensor,
+    projected_BTN: Tensor,
     params: AttentionParams,
     cache: KVCache,
     placement: Placement,
@@ -154,17 +154,16 @@ def attention_mixer(
     config: AttentionConfig,
     kernels: Kernels,
 ) -> Tensor:
-    """Project, norm, rotate, remember, attend, gate, project back.
+    """Norm, rotate, remember, attend, gate, project back.
 
     Returns:
-        A tensor like x.
+        [B, T, D].
     """
-    projected_BTN = kernels.linear(x_BTD, params.w_in_ND, params.bias_N)
     if config.norms_whole:
         assert params.norm_HC is not None
         projected_BTN, params = _norm_whole(projected_BTN, params.norm_HC, config), params._replace(norm_HC=None)
     attend_step = kernels.attend_few_step if placement.kept_B is not None else kernels.attend_step
-    if x_BTD.shape[1] > 1 and placement.kept_B is None:
+    if projected_BTN.shape[1] > 1 and placement.kept_B is None:
         attend_step = None
     if attend_step is not None and not config.rotates_first and params.sinks_H is None:
         options = {"heads": config.heads, "eps": config.eps, "window": config.window}

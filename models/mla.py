@@ -128,7 +128,7 @@ def latent_params(fill: Fill, prefix: str, config: LatentConfig, hidden: int, /)
 
 
 def latent_mixer(
-    x_BTD: Tensor,
+    projected_BTN: Tensor,
     params: LatentParams,
     cache: LatentCache,
     placement: Placement,
@@ -137,15 +137,15 @@ def latent_mixer(
     config: LatentConfig,
     kernels: Kernels,
 ) -> Tensor:
-    """Project to latents, rotate, remember, attend, project back.
+    """Split into queries and latents, rotate, remember, attend, project back.
 
     Several tokens expand the visible latents to keys and values; one token, or a few to verify, attend to the latents
     themselves.
 
     Returns:
-        A tensor like x.
+        [B, T, D].
     """
-    q_BTN, latent_BTR, key_BTC = kernels.linear(x_BTD, params.w_in_ND).split(config.split_sizes, -1)
+    q_BTN, latent_BTR, key_BTC = projected_BTN.split(config.split_sizes, -1)
     if params.w_q_NQ is not None:
         assert params.q_norm_Q is not None
         q_BTN = kernels.linear(rms_norm(q_BTN, params.q_norm_Q, eps=LATENT_EPS), params.w_q_NQ)
@@ -163,7 +163,7 @@ def latent_mixer(
     if placement.mask_BTM is not None:
         visible_BMR, limit = visible_BMR[:, : placement.mask_BTM.shape[-1]], placement.mask_BTM
     assert limit is not None
-    absorbed = x_BTD.shape[1] == 1 or placement.kept_B is not None
+    absorbed = projected_BTN.shape[1] == 1 or placement.kept_B is not None
     attend = attend_absorbed if absorbed else attend_expanded
     out_BTHV = attend(plain_BTHC, rotary_BTHC, visible_BMR, limit, params.w_kv_HCR, config=config, kernels=kernels)
     return kernels.linear(out_BTHV.flatten(-2), params.w_out_DN)

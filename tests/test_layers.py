@@ -31,6 +31,7 @@ DOORS = {
         "fmoe/compile/delta_ops.py",
         "fmoe/compile/head_ops.py",
         "fmoe/compile/linear_ops.py",
+        "fmoe/compile/normed_ops.py",
         "fmoe/compile/tune_ops.py",
         "fmoe/compile/kernels/",
     ),

@@ -22,6 +22,7 @@ from .chunk_ops import delta_prefill_kernels
 from .delta_ops import add_rms_norm_op, delta_decode_op, delta_verify_op
 from .delta_settings import why_not_verify
 from .head_ops import choose_tokens_op
+from .normed_ops import add_normed_kernels
 from .probing import probe_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,7 +57,7 @@ def add_decode_kernels(
             attend_few_lengths=attend_few_lengths_op,
         )
     return replace(
-        kernels,
+        add_normed_kernels(kernels),
         delta_prefill=delta_prefill_kernels,
         delta_decode=delta_decode_op,
         delta_verify=delta_verify_any,

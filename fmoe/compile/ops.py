@@ -283,7 +283,8 @@ def rule_from_numbers(rule: tuple[int, ...], scales: tuple[float, ...], /) -> Ro
 
 
 @lru_cache(maxsize=256)
-def _rule_of_moe(sizes: tuple[int, ...], dtype: str, tokens: int) -> tuple[Implementation, tuple[int, ...]]:
+def rule_for_moe(sizes: tuple[int, ...], dtype: str, tokens: int, /) -> tuple[Implementation, tuple[int, ...]]:
+    """Choose by rule for a layer without a plan."""
     device = Device("hip" if torch.version.hip else "cuda", "", "", 0, "")
     return default_choice(
         Key("moe", sizes, dtype), device, tokens, ("triton",) if find_spec("triton") else ("grouped",)
@@ -308,7 +309,7 @@ def _moe(
         name, values = select_implementation(plan, x.shape[0])
     else:
         sizes = moe_sizes(w_router, w_down, config)
-        name, values = _rule_of_moe(sizes, str(w_down.dtype).removeprefix("torch."), x.shape[0])
+        name, values = rule_for_moe(sizes, str(w_down.dtype).removeprefix("torch."), x.shape[0])
     if name in ("triton", "apart", "beside"):
         x, w_router = x.contiguous(), w_router.contiguous()  # no copy on a GPU; a CPU keeps routers by columns
     if name == "triton":

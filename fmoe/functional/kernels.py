@@ -20,6 +20,10 @@ class Kernels:
 
     compute_moe: router, routing and experts in one, ``(x [T, D], MoEParams, RouterConfig) -> [T, D]``, without a
         separate shared expert; None composes ``route`` and ``compute_experts``.
+    compute_moe_normed: ``compute_moe`` behind ``add_norm`` for one token of each sequence, ``(x [T, D], branch, norm,
+        MoEParams, RouterConfig, *, eps) -> (x + branch, its norm, [T, D])``; None composes the two.
+    linear_normed: ``linear`` behind ``add_norm`` for one token of each sequence, ``(x [..., D], branch, norm, w, bias,
+        *, eps) -> (x + branch, [..., N])``; None composes the two.
     attend_step: what stands between the projections of grouped-query attention for one token of each sequence,
         ``(projected [B, 1, N], norm, KVCache, Placement, *, heads, eps, window) -> [B, 1, H * C]``, over the whole
         cache; it reads positions and no mask. None composes norm, rotation, ``append_kv_`` and ``attend_decode``.
@@ -44,6 +48,7 @@ class Kernels:
     delta_verify: Callable[..., Tensor] = delta_verify
     attend_few: Callable[..., Tensor] = attend_rows
     compute_moe: Callable[..., Tensor] | None = None
+    compute_moe_normed: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
     attend_step: Callable[..., Tensor] | None = None
     attend_lengths: Callable[..., Tensor] | None = None
@@ -51,3 +56,4 @@ class Kernels:
     attend_few_lengths: Callable[..., Tensor] | None = None
     choose_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
     linear: Callable[..., Tensor] = linear_reference  # (x [..., D], w [N, D] or Fp8, bias [N] or None) -> [..., N]
+    linear_normed: Callable[..., tuple[Tensor, Tensor]] | None = None

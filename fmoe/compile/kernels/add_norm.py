@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch_options, start_next, wait_alone
+from .normed import sum_squares, weigh_normed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_CHANNELS = 16384  # of a row, that one program holds
@@ -30,9 +31,8 @@ def norm_row(
         rounded = v.to(total.dtype.element_ty)
         tl.store(total + t * D + o_d, rounded, mask=inside)
         v = rounded.to(tl.float32)
-    n = (v * tl.rsqrt(tl.sum(v * v, 0) / D + EPS)).to(w.dtype).to(tl.float32)
-    n = (n * w.to(tl.float32)).to(w.dtype)
-    tl.store(y + t * D + o_d, n.to(y.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(sum_squares(v, x.dtype.element_ty == tl.float32) / D + EPS)
+    tl.store(y + t * D + o_d, weigh_normed(v, scale, w, y), mask=inside)
 
 
 def check_rows(x_D: Tensor, weight_D: Tensor, /) -> None:

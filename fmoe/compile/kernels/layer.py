@@ -15,7 +15,8 @@ from ..settings import TILED, Settings
 from .fp8 import check_blocks, check_fp8, read_fp8, take_outer
 from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
 from .moe_prefill_fp8 import compute_experts_tiled
-from .route import route_tokens, tabulate
+from .normed import Unnormed
+from .route import compute_logits_normed, route_tokens, tabulate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_GRID = 65535  # programs along the second axis of a grid
@@ -126,6 +127,8 @@ def run_moe_layer(
     config: RouterConfig,
     settings: Settings,
     /,
+    *,
+    computed: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """Route each token and sum its experts' outputs, shared slots included; ``moe_layer`` with fused shared experts.
 
@@ -137,6 +140,7 @@ def run_moe_layer(
         w_down_EDF: [E + S, D, F].
         config: the routing rule.
         settings: path and blocks.
+        computed: what ``compute_logits`` gave, where it ran already.
 
     Returns:
         A tensor like x.
@@ -150,14 +154,41 @@ def run_moe_layer(
     if settings.path not in TILED:
         check_grid(x_TD.shape[0] * (config.top_k + slots))
     if settings.path == "slots" and settings.fuse_choice:
-        routing, h_NF = route_and_gate_up(x_TD, w_router_RD, bias_E, config, w_gate_up_EPD, settings)
+        routing, h_NF = route_and_gate_up(x_TD, w_router_RD, bias_E, config, w_gate_up_EPD, settings, computed=computed)
         return sum_token_experts(h_NF, routing, w_down_EDF, settings)
-    routing, table = route_tokens(x_TD, w_router_RD, bias_E, config, settings, slots=slots)
+    routing, table = route_tokens(x_TD, w_router_RD, bias_E, config, settings, slots=slots, computed=computed)
     if settings.path == "slots":
         return compute_experts_slots(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings, early=True)
     if settings.path == "grouped":
         return compute_experts_tabled(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
     return compute_experts_tiled(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
+
+
+def run_moe_layer_normed(
+    x: Unnormed,
+    w_router_RD: Tensor,
+    bias_E: Tensor | None,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    config: RouterConfig,
+    settings: Settings,
+    /,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run ``run_moe_layer`` of one row that is yet to be normed, where ``can_norm_logits``.
+
+    Args:
+        x: what it is the norm of.
+        w_router_RD, bias_E, w_gate_up_EPD, w_down_EDF, config, settings: as there.
+
+    Returns:
+        (x + branch, its norm, what ``run_moe_layer`` gives).
+    """
+    check_stacks(x.x_1D, w_gate_up_EPD, w_down_EDF)
+    experts = config.num_experts
+    check_router(x.x_1D, w_router_RD, bias_E, config, weight_shape(w_down_EDF)[0] - experts)
+    total_1D, normed_1D, computed = compute_logits_normed(x, w_router_RD, settings, num_experts=experts)
+    weights = (w_router_RD, bias_E, w_gate_up_EPD, w_down_EDF)
+    return total_1D, normed_1D, run_moe_layer(normed_1D, *weights, config, settings, computed=computed)
 
 
 def run_moe_layer_apart(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fmoe.functional.quant import Fp8, Weight, weight_shape
+from fmoe.functional.quant import BLOCK, Fp8, Weight, weight_shape
 
 from ..linear_settings import MAX_TOKENS as MAX_TOKENS
 from ..linear_settings import LinearSettings as LinearSettings
@@ -26,6 +26,7 @@ from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_facto
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
 from .linear_stream import run_stream
+from .normed import Unnormed, load_norm, load_normed
 from .products import PART, add_bias, load_row, load_rows, sum_rows
 
 LINE = 128  # bytes that one prefetch brings
@@ -100,11 +101,11 @@ def sum_products_fp8(
 
 @triton.jit
 def product_block(
-    x, w, s, bias, y, T, t, block, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    LINE: tl.constexpr, PDL: tl.constexpr,
+    x, branch, norm, total, w, s, bias, y, T, t, block, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr,
+    SPLIT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token, BN of N rows, and one part of D; y has LD columns."""
+    """One token, BN of N rows, and one part of D; y has LD columns. Where there is a norm, x is that of x + branch."""
     o_n = block * BN + tl.arange(0, BN)
     part = tl.program_id(1)
     # Rows past the last repeat it: a load without a mask, and no store.
@@ -113,16 +114,18 @@ def product_block(
     if AT_ONCE:
         # The weights are asked for before x is there.
         a = load_rows(w, o_n.to(tl.int64), D, N, BN, BK, False)
-        if s is None:
+        factor = None
+        if s is not None:
+            factor = load_factors(factors_at(s, 0, 0, block * BN, N, D, 1), 0, tl.arange(0, BK // PART), D, BK == D)
+        if norm is None:
             wait_alone(PDL)
             x0, x1, top = load_row(x, t, D, BK, False)
-            v = sum_rows(a, x0, x1, None, top, False)
         else:
-            o_c = tl.arange(0, BK // PART)
-            factor = load_factors(factors_at(s, 0, 0, block * BN, N, D, 1), 0, o_c, D, BK == D)
+            w0, w1, w2, w3 = load_norm(norm, D, BK, False)
             wait_alone(PDL)
-            x0, x1, top = load_row(x, t, D, BK, False)
-            v = sum_rows(a, x0, x1, factor, top, False)
+            first = tl.program_id(0) == 0
+            x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, None, first, D, EPS, BK, False)
+        v = sum_rows(a, x0, x1, factor, top, False)
     else:
         if AHEAD > 0:
             fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
@@ -137,9 +140,9 @@ def product_block(
 
 @triton.jit
 def linear_product(
-    x, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    LINE: tl.constexpr, PDL: tl.constexpr,
+    x, branch, norm, total, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    SPLIT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token, BN rows and SPLIT of D; grid (N / BN * T, D / SPLIT), tokens of a block together."""
     start_next(PDL)
@@ -151,15 +154,19 @@ def linear_product(
         LD: tl.constexpr = N + M
         if block < first:
             product_block(
-                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, t, block, M, D, LD, SPLIT, HAS_BIAS, BN, BK,
-                STAGES, AHEAD, LINE, PDL,
+                x, branch, norm, total, rest, None, bias + N if HAS_BIAS else bias, y + N, T, t, block, M, D, LD,
+                SPLIT, EPS, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL,
             )  # fmt: skip
         else:
             product_block(
-                x, w, s, bias, y, T, t, block - first, N, D, LD, SPLIT, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL
-            )
+                x, branch, norm, total, w, s, bias, y, T, t, block - first, N, D, LD, SPLIT, EPS, HAS_BIAS, BN, BK,
+                STAGES, AHEAD, LINE, PDL,
+            )  # fmt: skip
     else:
-        product_block(x, w, s, bias, y, T, t, block, N, D, N, SPLIT, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL)
+        product_block(
+            x, branch, norm, total, w, s, bias, y, T, t, block, N, D, N, SPLIT, EPS, HAS_BIAS, BN, BK, STAGES, AHEAD,
+            LINE, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -305,7 +312,45 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
     return y_TN
 
 
-def _launch(x_TD: Tensor, w_ND: Weight, bias_N: Tensor | None, y: Tensor, split: int, settings: LinearSettings) -> None:
+def can_norm_linear(hidden: int, settings: LinearSettings, /) -> bool:
+    """Tell whether ``run_linear_normed`` takes rows of these sizes: where a block holds one whole."""
+    return not settings.dot and settings.splits == 1 and settings.depth >= max(hidden, BLOCK)
+
+
+def run_linear_normed(
+    x: Unnormed, w_ND: Weight, settings: LinearSettings, /, *, bias_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute ``run_linear`` of one row that is yet to be normed, in one launch, where ``can_norm_linear``.
+
+    Args:
+        x: of the dtype of the bias.
+        w_ND, settings, bias_N: as there.
+
+    Returns:
+        (x + branch, what ``run_linear`` gives).
+    """
+    check_projection(x.x_1D, w_ND, bias_N)
+    check_blocks(w_ND, settings.rows, 0, name="linear")
+    outputs, total_1D = weight_shape(w_ND)[0], torch.empty_like(x.x_1D)
+    y_1N = x.x_1D.new_empty(1, outputs)
+    if settings.programs and isinstance(w_ND, Fp8) and can_pack(x.x_1D, w_ND):
+        run_stream(x, w_ND, bias_N, y_1N, settings, total_1D=total_1D)
+    else:
+        rows = min(settings.rows, 4) if settings.programs else settings.rows
+        _launch(x, w_ND, bias_N, y_1N, settings.depth, replace(settings, rows=rows, programs=0), total_1D)
+    return total_1D, y_1N
+
+
+def _launch(
+    x: Tensor | Unnormed,
+    w_ND: Weight,
+    bias_N: Tensor | None,
+    y: Tensor,
+    split: int,
+    settings: LinearSettings,
+    total_1D: Tensor | None = None,
+) -> None:
+    x_TD, branch_1D, norm_D, eps = x if isinstance(x, Unnormed) else (x, None, None, 0.0)
     (tokens, hidden), (w, s) = x_TD.shape, split_weight(w_ND)
     rest_MD = w_ND.rest_MD if isinstance(w_ND, Fp8) else None
     rest = 0 if rest_MD is None else rest_MD.shape[0]
@@ -324,9 +369,11 @@ def _launch(x_TD: Tensor, w_ND: Weight, bias_N: Tensor | None, y: Tensor, split:
         "LINE": LINE,
         "PDL": settings.pdl,
     }
-    tensors = (x_TD, w, s, rest_MD, bias_N, y)
+    tensors = (w, s, rest_MD, bias_N, y)
     options = {"num_warps": settings.warps} | launch_options(settings.pdl)
     if settings.dot:
-        linear_dot[(blocks, splits)](*tensors, tokens, **constants, BM=MAX_TOKENS, **options)
+        linear_dot[(blocks, splits)](x_TD, *tensors, tokens, **constants, BM=MAX_TOKENS, **options)
     else:
-        linear_product[(blocks * tokens, splits)](*tensors, tokens, **constants, **options)
+        linear_product[(blocks * tokens, splits)](
+            x_TD, branch_1D, norm_D, total_1D, *tensors, tokens, EPS=eps, **constants, **options
+        )

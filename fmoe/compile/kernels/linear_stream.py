@@ -15,35 +15,46 @@ from fmoe.functional.quant import Fp8
 from ..linear_settings import LinearSettings
 from .fp8 import factors_at, load_factors
 from .launch import launch_options, start_next, wait_alone
+from .normed import Unnormed, load_norm, load_normed
 from .products import PART, add_bias, load_row, load_rows, sum_rows
 
 
 @triton.jit
 def rest_block(
-    x, w, bias, y, block, M: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, PDL: tl.constexpr,
+    x, branch, norm, total, w, bias, y, block, M: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and BM of M unquantised rows, whole."""
     o_m = block * BM + tl.arange(0, BM)
     a = load_rows(w, o_m, D, M, BM, BK, False)
-    wait_alone(PDL)
-    x0, x1, top = load_row(x, 0 * block, D, BK, False)
+    if norm is None:
+        wait_alone(PDL)
+        x0, x1, top = load_row(x, 0 * block, D, BK, False)
+    else:
+        w0, w1, w2, w3 = load_norm(norm, D, BK, False)
+        wait_alone(PDL)
+        x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, None, False, D, EPS, BK, False)
     v = add_bias(sum_rows(a, x0, x1, None, top, False), bias, o_m, M, HAS_BIAS)
     tl.store(y + o_m, v.to(y.dtype.element_ty), mask=o_m < M)
 
 
 @triton.jit
 def stream_blocks(
-    x, w, s, bias, y, program, programs, N: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PDL: tl.constexpr,
+    x, branch, norm, total, w, s, bias, y, program, programs, N: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and every ``programs``-th block of BN of N rows; the first is asked for before x is there."""
     o_c = tl.arange(0, BK // PART)
     o_n = program * BN + tl.arange(0, BN)
     a = load_rows(w, o_n.to(tl.int64), D, N, BN, BK, True)
     factor = load_factors(factors_at(s, 0, 0, program * BN, N, D, 1), 0, o_c, D, BK == D)
-    wait_alone(PDL)
-    x0, x1, top = load_row(x, 0 * program, D, BK, True)
+    if norm is None:
+        wait_alone(PDL)
+        x0, x1, top = load_row(x, 0 * program, D, BK, True)
+    else:
+        w0, w1, w2, w3 = load_norm(norm, D, BK, True)
+        wait_alone(PDL)
+        x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, None, program == 0, D, EPS, BK, True)
     for block in tl.range(program + programs, (N + BN - 1) // BN, programs):
         o_next = block * BN + tl.arange(0, BN)
         a_next = load_rows(w, o_next.to(tl.int64), D, N, BN, BK, True)
@@ -59,40 +70,57 @@ def stream_blocks(
 
 @triton.jit
 def linear_streamed(
-    x, w, s, rest, bias, y, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    x, branch, norm, total, w, s, rest, bias, y, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: each program keeps x and goes through blocks of BN rows of weights in FP8 blocks.
 
-    x is bfloat16, BK >= D. Programs of their own come first, BM of the unquantised rows each.
+    x is bfloat16, BK >= D. Programs of their own come first, BM of the unquantised rows each. Where there is a norm, it
+    is that of x + branch that is multiplied, and the sum is stored.
     """
     start_next(PDL)
     first: tl.constexpr = (M + BM - 1) // BM
     p = tl.program_id(0)
     if M > 0:
         if p < first:
-            rest_block(x, rest, bias + N if HAS_BIAS else bias, y + N, p, M, D, HAS_BIAS, BM, BK, PDL)
+            rest_block(
+                x, branch, norm, total, rest, bias + N if HAS_BIAS else bias, y + N, p, M, D, EPS, HAS_BIAS, BM, BK, PDL
+            )
         else:
-            stream_blocks(x, w, s, bias, y, p - first, tl.num_programs(0) - first, N, D, HAS_BIAS, BN, BK, PDL)
+            stream_blocks(
+                x, branch, norm, total, w, s, bias, y, p - first, tl.num_programs(0) - first, N, D, EPS, HAS_BIAS, BN,
+                BK, PDL,
+            )  # fmt: skip
     else:
-        stream_blocks(x, w, s, bias, y, p, tl.num_programs(0), N, D, HAS_BIAS, BN, BK, PDL)
+        stream_blocks(x, branch, norm, total, w, s, bias, y, p, tl.num_programs(0), N, D, EPS, HAS_BIAS, BN, BK, PDL)
 
 
-def run_stream(x_1D: Tensor, fp8: Fp8, bias_N: Tensor | None, y_1N: Tensor, settings: LinearSettings) -> None:
+def run_stream(
+    x: Tensor | Unnormed,
+    fp8: Fp8,
+    bias_N: Tensor | None,
+    y_1N: Tensor,
+    settings: LinearSettings,
+    /,
+    *,
+    total_1D: Tensor | None = None,
+) -> None:
     """Compute y; ``settings`` has programs and a depth from D on.
 
     Args:
-        x_1D: bfloat16.
+        x: bfloat16, or what it is the norm of.
         fp8: weights.
         bias_N: or None.
         y_1N: written.
         settings: blocks.
+        total_1D: written, where x is yet to be normed.
     """
+    x_1D, branch_1D, norm_D, eps = x if isinstance(x, Unnormed) else (x, None, None, 0.0)
     (outputs, hidden), rest = fp8.w.shape, 0 if fp8.rest_MD is None else fp8.rest_MD.shape[0]
     blocks, rest_rows = triton.cdiv(outputs, settings.rows), max(settings.rows // 4, 1)
     programs = min(settings.programs, blocks) + triton.cdiv(rest, rest_rows)
     linear_streamed[(programs,)](
-        x_1D, fp8.w, fp8.scale, fp8.rest_MD, bias_N, y_1N, N=outputs, M=rest, D=hidden, HAS_BIAS=bias_N is not None,
-        BN=settings.rows, BM=rest_rows, BK=settings.depth, PDL=settings.pdl, num_warps=settings.warps,
-        **launch_options(settings.pdl),
+        x_1D, branch_1D, norm_D, total_1D, fp8.w, fp8.scale, fp8.rest_MD, bias_N, y_1N, N=outputs, M=rest, D=hidden,
+        EPS=eps, HAS_BIAS=bias_N is not None, BN=settings.rows, BM=rest_rows, BK=settings.depth, PDL=settings.pdl,
+        num_warps=settings.warps, **launch_options(settings.pdl),
     )  # fmt: skip

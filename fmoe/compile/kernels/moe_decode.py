@@ -270,8 +270,10 @@ def route_and_gate_up(
     w_gate_up_EPD: Weight,
     settings: Settings,
     /,
+    *,
+    computed: tuple[Tensor, ...] | None = None,
 ) -> tuple[Routing, Tensor]:
-    """Two launches: logits, then the choice and gate-up in one.
+    """Two launches: logits, unless they are ``computed`` already, then the choice and gate-up in one.
 
     Returns:
         Routing of K + S columns, and h [N, F].
@@ -280,7 +282,7 @@ def route_and_gate_up(
     (stacked, rows, _), tile = weight_shape(w_gate_up_EPD), settings.gate_up
     slots, width = stacked - config.num_experts, rows // 2
     columns = config.top_k + slots
-    logits, _ = compute_logits(x_TD, w_router_RD, settings, num_experts=config.num_experts)
+    logits, _ = computed or compute_logits(x_TD, w_router_RD, settings, num_experts=config.num_experts)
     routing = Routing(
         torch.empty(tokens, columns, dtype=torch.float32, device=x_TD.device),
         torch.empty(tokens, columns, dtype=torch.int32, device=x_TD.device),

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fmoe.functional.quant import BLOCK
 from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import Settings
@@ -22,6 +23,7 @@ from .choice import store_row, weigh_shared
 from .choice import weigh_row as weigh_row
 from .choice import write_row as write_row
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
+from .normed import Unnormed, load_norm, load_normed
 from .products import PART, load_row, load_rows, sum_rows
 
 SCORINGS = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
@@ -41,10 +43,13 @@ MANY = 512  # tokens from which one warp for each is enough to fill the device (
 
 @triton.jit
 def logits_gemv(
-    x, w, logits, counts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, branch, norm, total, normed, w, logits, counts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    EPS: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and BR rows of the router; grid (R / BR, T)."""
+    """One token and BR rows of the router; grid (R / BR, T).
+
+    Where there is a norm, of one token, x is that of x + branch; both are stored.
+    """
     start_next(PDL)
     t = tl.program_id(1)
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -52,8 +57,14 @@ def logits_gemv(
     if (BK >= D) and (BK >= PART):
         # The weights are asked for before x is there.
         a = load_rows(w, o_r.to(tl.int64), D, R, BR, BK, False)
-        wait_alone(PDL)
-        x0, x1, top = load_row(x, t, D, BK, False)
+        if norm is None:
+            wait_alone(PDL)
+            x0, x1, top = load_row(x, t, D, BK, False)
+        else:
+            w0, w1, w2, w3 = load_norm(norm, D, BK, False)
+            wait_alone(PDL)
+            first = tl.program_id(0) == 0
+            x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, normed, first, D, EPS, BK, False)
         v = sum_rows(a, x0, x1, None, top, False)
     else:
         wait_alone(PDL)
@@ -193,8 +204,9 @@ def compute_logits(x_TD: Tensor, w_router_RD: Tensor, settings: Settings, /, *, 
     if tile.tokens == 0:
         grid = (triton.cdiv(rows, tile.rows), tokens)
         logits_gemv[grid](
-            x_TD, w_router_RD, logits, counts_E, tokens, **shape, PDL=settings.pdl, num_warps=tile.warps, **options
-        )
+            x_TD, None, None, None, None, w_router_RD, logits, counts_E, tokens, **shape, EPS=0.0, PDL=settings.pdl,
+            num_warps=tile.warps, **options,
+        )  # fmt: skip
         return logits, counts_E
     split = triton.cdiv(triton.cdiv(hidden, splits), tile.depth) * tile.depth
     grid3 = (triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), splits)
@@ -203,6 +215,31 @@ def compute_logits(x_TD: Tensor, w_router_RD: Tensor, settings: Settings, /, *, 
         num_warps=tile.warps, **options,
     )  # fmt: skip
     return logits, counts_E
+
+
+def can_norm_logits(hidden: int, settings: Settings, /) -> bool:
+    """Tell whether ``compute_logits_normed`` takes one row of these sizes: where a block holds it whole."""
+    return settings.router.tokens == 0 and settings.router.depth >= max(hidden, BLOCK)
+
+
+def compute_logits_normed(
+    x: Unnormed, w_router_RD: Tensor, settings: Settings, /, *, num_experts: int
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Compute ``compute_logits`` of a row that is yet to be normed, where ``can_norm_logits``.
+
+    Returns:
+        (x + branch, its norm, what ``compute_logits`` gives).
+    """
+    (hidden, rows), tile = (x.x_1D.shape[1], w_router_RD.shape[0]), settings.router
+    logits = torch.empty(1, 1, rows, dtype=torch.float32, device=x.x_1D.device)
+    counts_E = torch.empty(num_experts, dtype=torch.int32, device=x.x_1D.device)
+    normed_1D, total_1D = torch.empty_like(x.x_1D), torch.empty_like(x.x_1D)
+    logits_gemv[(triton.cdiv(rows, tile.rows), 1)](
+        x.x_1D, x.branch_1D, x.weight_D, total_1D, normed_1D, w_router_RD, logits, counts_E, 1, D=hidden,
+        E=num_experts, R=rows, EPS=x.eps, BR=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl,
+        num_warps=tile.warps, **launch_options(settings.pdl),
+    )  # fmt: skip
+    return total_1D, normed_1D, (logits, counts_E)
 
 
 def empty_table(counts_E: Tensor, tokens: int, top_k: int, slots: int) -> Table:
@@ -220,7 +257,15 @@ def _choice_warps(config: RouterConfig, tokens: int, dtype: torch.dtype, *, bias
 
 
 def route_tokens(
-    x_TD: Tensor, w_router_RD: Tensor, bias_E: Tensor | None, config: RouterConfig, settings: Settings, /, *, slots: int
+    x_TD: Tensor,
+    w_router_RD: Tensor,
+    bias_E: Tensor | None,
+    config: RouterConfig,
+    settings: Settings,
+    /,
+    *,
+    slots: int,
+    computed: tuple[Tensor, ...] | None = None,
 ) -> tuple[Routing, Table]:
     """Route each token: ``route_fused`` over the router's linear, and the rows of each expert.
 
@@ -231,12 +276,13 @@ def route_tokens(
         config: the rule.
         settings: ``router``, ``splits``, ``path`` and ``pdl`` are read.
         slots: S.
+        computed: what ``compute_logits`` gave, where it ran already.
 
     Returns:
         Routing of K + S columns, and a Table, filled where the path is ``grouped``.
     """
     tokens, columns = x_TD.shape[0], config.top_k + slots
-    logits, counts_E = compute_logits(x_TD, w_router_RD, settings, num_experts=config.num_experts)
+    logits, counts_E = computed or compute_logits(x_TD, w_router_RD, settings, num_experts=config.num_experts)
     weights_TK = torch.empty(tokens, columns, dtype=torch.float32, device=x_TD.device)
     experts_TK = torch.empty(tokens, columns, dtype=torch.int32, device=x_TD.device)
     has_table = settings.path == "grouped"
