@@ -163,9 +163,7 @@ def list_starts(key: Key, device: Device, tokens: int, /) -> list[Settings]:
 
     def settings_at(count: int, *, quantize: bool = True) -> Settings:
         dtype: torch.dtype = getattr(torch, key.dtype)
-        return default_settings(
-            count, experts, top_k, slots, hidden, width, dtype, target=target, quantize=quantize
-        )
+        return default_settings(count, experts, top_k, slots, hidden, width, dtype, target=target, quantize=quantize)
 
     found = {settings_at(tokens).path: settings_at(tokens)}
     allowed = ["slots"] * (tokens <= 16) + ["grouped"] * (2 <= tokens <= 512) + ["sorted"] * (tokens >= 16)

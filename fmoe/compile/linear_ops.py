@@ -19,6 +19,7 @@ from .plan import rows_from_ints, select_implementation
 if find_spec("triton"):
     from .kernels.fp8 import read_fp8
     from .kernels.linear import run_linear
+    from .kernels.linear_fp8 import can_multiply_quantized, run_linear_quantized
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
 LIBRARY.define("linear(Tensor x, Tensor w, Tensor? bias, int[] plan, Tensor? scale=None, Tensor? rest=None) -> Tensor")
@@ -42,6 +43,9 @@ def _linear(
         return y_TN.view(*x.shape[:-1], y_TN.shape[1])
     if scale is not None:
         fp8 = Fp8(w, scale, rest)
+        if name == "quantized" and tokens and x.is_cuda and can_multiply_quantized(x, fp8):
+            y_TN = run_linear_quantized(x.contiguous().view(tokens, x.shape[-1]), fp8, bias_N=bias)
+            return y_TN.view(*x.shape[:-1], y_TN.shape[1])
         w = read_fp8(fp8, x.dtype) if x.is_cuda else dequantize(fp8, x.dtype)
     return F.linear(x, w, bias)
 

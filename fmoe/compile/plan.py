@@ -20,16 +20,20 @@ from .settings import PATHS, TILED, default_settings, find_target, settings_to_i
 
 # How an operator runs. Of "moe": per_slot, loop, dense and grouped are the functions of functional/experts.py;
 # triton is the kernels; apart and beside are the kernels with the shared experts as a dense MLP, after the routed ones
-# or on a second stream; aiter is AMD's. Of "linear": library is torch's product, triton the kernel.
-Implementation = Literal["per_slot", "loop", "dense", "grouped", "triton", "apart", "beside", "aiter", "library"]
+# or on a second stream; aiter is AMD's. Of "linear": library is torch's product, triton the kernel of few rows, and
+# quantized that of many, which are rounded to FP8.
+Implementation = Literal[
+    "per_slot", "loop", "dense", "grouped", "triton", "apart", "beside", "aiter", "library", "quantized"
+]
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    "per_slot", "loop", "dense", "grouped", "triton", "apart", "beside", "aiter", "library",
+    "per_slot", "loop", "dense", "grouped", "triton", "apart", "beside", "aiter", "library", "quantized",
 )  # fmt: skip
 Operator = Literal["moe", "linear"]
 
 # Token counts that are measured. Any other one takes the nearest, by ratio.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LINEAR_BUCKETS = (1, 2, 4, 8)  # rows above are the library's; in FP8 blocks, which it does not read, those above 16
+QUANTIZED_TOKENS = 512  # rows from which products in FP8 pay for the rounding
 FP8 = "float8_e4m3fn"
 NEAR = 4.0  # an entry stands in for token counts up to this ratio away
 
@@ -170,8 +174,17 @@ def make_plan(
     ]
     if key.operator == "linear":
         end = MAX_TOKENS if key.dtype == FP8 else max(LINEAR_BUCKETS)
-        rows = [*(row if row.bound >= 0 else _bounded(row, end) for row in rows), Row(-1, "library", (), "rule")]
+        rows = [*(row if row.bound >= 0 else _bounded(row, end) for row in rows), *_rows_of_many(key, device, allowed)]
     return Plan(key, tuple(rows))
+
+
+def _rows_of_many(key: Key, device: Device, allowed: Sequence[Implementation]) -> list[Row]:
+    """Leave many rows to the library; on Hopper, those of FP8 blocks are rounded to FP8 from some number on."""
+    rows = [Row(-1, "library", (), "rule")]
+    whole = key.dtype == FP8 and key.sizes[1] % 128 == 0
+    if whole and "triton" in allowed and find_target(device.kind, device.arch) == "hopper":
+        return [_bounded(rows[0], QUANTIZED_TOKENS - 1), Row(-1, "quantized", (), "rule")]
+    return rows
 
 
 def _bounded(row: Row, bound: int) -> Row:

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 # How the experts run. SLOTS: one matrix-vector product for each (token, expert) pair. GROUPED: each expert's rows
-# together, its weights read once. SORTED: rows sorted by expert, tiles of a grouped product. QUANTIZED: as sorted, x and
-# h in FP8, too; rows that are not in bfloat16, and weights that are not in whole FP8 blocks, run as sorted.
+# together, its weights read once. SORTED: rows sorted by expert, tiles of a grouped product. QUANTIZED: as sorted, x
+# and h in FP8, too; rows that are not in bfloat16, and weights that are not in whole FP8 blocks, run as sorted.
 Path = Literal["slots", "grouped", "sorted", "quantized"]
 PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted", "quantized")
 TILED = ("sorted", "quantized")  # of any number of tokens
@@ -89,8 +89,8 @@ class Settings:
             raise ValueError(f"path={self.path!r} must be one of {', '.join(PATHS)}")
         if self.path in TILED and self.gate_up.tokens != self.down.tokens:
             raise ValueError(
-                f"gate_up.tokens={self.gate_up.tokens} must equal down.tokens={self.down.tokens} on the {self.path} path: "
-                "both products share one list of tiles"
+                f"gate_up.tokens={self.gate_up.tokens} must equal down.tokens={self.down.tokens} on the {self.path} "
+                "path: both products share one list of tiles"
             )
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,9 @@ def test_a_planned_projection_without_kernels_is_dequantised(tokens, rng):
     y = linear_planned(x, w, bias, plans=plans)
     torch.testing.assert_close(y, linear(x, w, bias))
     assert torch.equal(linear_planned(x, w, bias), y)
+    # no kernel rounds rows on a CPU
+    plans = encode_plans([Plan(linear_key(143, D, FP8), (Row(-1, "quantized", (), "rule"),))], "linear")
+    assert torch.equal(linear_planned(x, w, bias, plans=plans), y)
 
 
 def test_projections_in_fp8_are_planned_with_kernels_up_to_sixteen_rows():
@@ -270,6 +274,10 @@ def test_projections_in_fp8_are_planned_with_kernels_up_to_sixteen_rows():
     ((_, dtype, rows),) = encode_plans([plan], "linear")
     assert dtype == FP8
     assert [select_implementation(rows, tokens)[0] for tokens in (1, 8, 16, 17)] == ["triton"] * 3 + ["library"]
+    assert [select_implementation(rows, tokens)[0] for tokens in (511, 512, 16384)] == ["library"] + ["quantized"] * 2
+    for hidden, arch in ((4000, "sm_90"), (4096, "sm_89")):
+        other = make_plan(linear_key(2048, hidden, FP8), replace(device, arch=arch), allowed=("library", "triton"))
+        assert (other.rows[-1].bound, other.rows[-1].implementation) == (-1, "library")
     plain = make_plan(linear_key(2048, 4096, torch.bfloat16), device, allowed=("library", "triton"))
     assert {row.implementation for row in plain.rows} == {"library"}
     assert {row.implementation for row in make_plan(plan.key, device, allowed=("library",)).rows} == {"library"}
