@@ -1,5 +1,7 @@
 """Weights in FP8 blocks against loops over their values, and every reference function on them against tensors."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,7 @@ from fmoe.functional import (
     weight_dtype,
     weight_shape,
 )
+from fmoe.functional.quant import quantize_rows
 
 SHAPES = [pytest.param(*s, id="N{}-D{}".format(*s)) for s in [(1, 1), (128, 256), (129, 127), (300, 140)]]
 FUNCTIONS = [compute_experts_grouped, compute_experts_loop, compute_experts_dense, compute_experts_per_slot]
@@ -149,3 +152,31 @@ def test_moe_layer_and_mlp_layer_on_blocks(rng):
     assert torch.equal(mlp_layer(x_TD, shared), mlp_layer(x_TD, plain_shared))
     found, expected = (moe_layer(x_TD, p, config, kernels=Kernels()) for p in (params, plain))
     assert torch.equal(found, expected)
+
+
+def nearest_fp8(value):
+    """Round to e4m3: three bits behind the leading one, from 2^-6 on, and steps of 2^-9 below; halves to even."""
+    magnitude = abs(value)
+    step = 2.0 ** (max(math.floor(math.log2(magnitude)), -6) - 3) if magnitude else 1.0
+    return math.copysign(min(round(magnitude / step) * step, 448.0), value)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantize_rows(dtype, compiled, rng):
+    x = (torch.randn(2, 3, 256, generator=rng) * torch.tensor([1e-4, 1.0, 300.0])[:, None]).to(dtype)
+    x[0, 0, :128] = 0
+    fn = torch.compile(quantize_rows, fullgraph=True) if compiled else quantize_rows
+
+    q, factors = fn(x)
+
+    assert (q.dtype, factors.dtype, factors.shape) == (torch.float8_e4m3fn, torch.float32, (2, 3, 2))
+    for outer, values in zip(x.double().view(6, 2, 128), q.double().view(6, 2, 128), strict=True):
+        for part, rounded in zip(outer.tolist(), values.tolist(), strict=True):
+            factor = max(map(abs, part)) / 448 or 1.0
+            # A value near the middle of two may go to either: the factor is rounded to float32.
+            differ = sum(a != nearest_fp8(b / factor) for a, b in zip(rounded, part, strict=True))
+            assert differ <= (2 if dtype == torch.float32 else 6)
+    back = q.double().unflatten(-1, (2, 128)) * factors.double()[..., None]
+    assert 0.02 < (back.flatten(-2) - x.double()).norm() / x.double().norm() < 0.03
+    torch.testing.assert_close(factors.flatten()[1:].double(), x.double().abs().view(12, 128).amax(1)[1:] / 448)
