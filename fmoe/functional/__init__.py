@@ -59,6 +59,8 @@ from .moe import route_and_compute as route_and_compute
 from .norm import add_rms_norm as add_rms_norm
 from .norm import rms_norm as rms_norm
 from .norm import rms_norm_gated as rms_norm_gated
+from .normed import add_norm_linear as add_norm_linear
+from .normed import add_norm_moe as add_norm_moe
 from .quant import Fp8 as Fp8
 from .quant import count_blocks as count_blocks
 from .quant import dequantize as dequantize

@@ -15,7 +15,7 @@ from ..settings import TILED, Settings
 from .fp8 import check_blocks, check_fp8, read_fp8, take_outer
 from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
 from .moe_prefill_fp8 import compute_experts_tiled
-from .normed import Unnormed
+from .normed import Unnormed, check_unnormed
 from .route import compute_logits_normed, route_tokens, tabulate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -183,6 +183,7 @@ def run_moe_layer_normed(
     Returns:
         (x + branch, its norm, what ``run_moe_layer`` gives).
     """
+    check_unnormed(x)
     check_stacks(x.x_1D, w_gate_up_EPD, w_down_EDF)
     experts = config.num_experts
     check_router(x.x_1D, w_router_RD, bias_E, config, weight_shape(w_down_EDF)[0] - experts)

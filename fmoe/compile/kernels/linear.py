@@ -26,7 +26,7 @@ from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_facto
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
 from .linear_stream import run_stream
-from .normed import Unnormed, load_norm, load_normed
+from .normed import Unnormed, check_unnormed, load_norm, load_normed
 from .products import PART, add_bias, load_row, load_rows, sum_rows
 
 LINE = 128  # bytes that one prefetch brings
@@ -329,6 +329,7 @@ def run_linear_normed(
     Returns:
         (x + branch, what ``run_linear`` gives).
     """
+    check_unnormed(x)
     check_projection(x.x_1D, w_ND, bias_N)
     check_blocks(w_ND, settings.rows, 0, name="linear")
     outputs, total_1D = weight_shape(w_ND)[0], torch.empty_like(x.x_1D)

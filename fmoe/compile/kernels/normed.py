@@ -25,6 +25,20 @@ class Unnormed(NamedTuple):
     eps: float
 
 
+def check_unnormed(x: Unnormed, /) -> None:
+    """Refuse what the kernels would read wrongly.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a tensor that is not contiguous.
+    """
+    row, branch, weight = tensors = x.x_1D, x.branch_1D, x.weight_D
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if row.shape != (1, row.shape[-1]) or branch.shape != row.shape or weight.shape != row.shape[1:]:
+        raise ValueError(f"x, branch and norm must be [1, D], [1, D] and [D], got {shapes}; norm several rows apart")
+    if branch.dtype != row.dtype or not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"x and branch must have one dtype, {row.dtype} and {branch.dtype} came, and be contiguous")
+
+
 @triton.jit
 def sum_squares(v, WIDE: tl.constexpr):
     """Sum the squares of v [N], float32: by fours, then in float64, so that the order of the rest does not show.
