@@ -116,7 +116,7 @@ def test_experts_equal_the_sums_over_rounded_rows(case, programs, dtype, rng):
 
     assert y.dtype == dtype
     assert relative_error(y, experts_over_rounded_rows(x, routing, *stacks, rounded=True)) < 3e-3
-    assert 5e-3 < relative_error(y, experts_over_rounded_rows(x, routing, *stacks, rounded=False)) < 0.06
+    assert 0.02 < relative_error(y, experts_over_rounded_rows(x, routing, *stacks, rounded=False)) < 0.055
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
