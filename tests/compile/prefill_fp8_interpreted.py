@@ -116,7 +116,8 @@ def test_experts_equal_the_sums_over_rounded_rows(case, programs, dtype, rng):
 
     assert y.dtype == dtype
     assert relative_error(y, experts_over_rounded_rows(x, routing, *stacks, rounded=True)) < 3e-3
-    assert 0.02 < relative_error(y, experts_over_rounded_rows(x, routing, *stacks, rounded=False)) < 0.055
+    off = relative_error(y, experts_over_rounded_rows(x, routing, *stacks, rounded=False))
+    assert 0.01 < off < 0.06  # 4.3 % of many values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

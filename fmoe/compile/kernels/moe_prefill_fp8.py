@@ -2,8 +2,8 @@
 
 Each step of 128 columns is a product in FP8, which its factors multiply before it is added to sums in float32. Against
 float64 over the dequantised weights a layer of normally distributed rows is off by 4.3 %: rounding to four bits makes
-2.5 % a product. Against sums over the same rounded rows it is within 3e-3 where the sums are those of float32; less exact
-ones put some values of h on the next step of FP8.
+2.5 % a product. Against sums over the same rounded rows it is within 3e-3 where the sums are those of float32; less
+exact ones put some values of h on the next step of FP8.
 
 Letters: T tokens, D hidden, E stacked experts (shared slots last), K columns of the routing, F expert width, P = 2F,
 N = T * K pairs, X tiles; BN is the 128 columns of a block of factors.
