@@ -42,6 +42,28 @@ class ChunkSettings:
             raise ValueError(f"stages={self.stages} must be at least 1")
 
 
+@dataclass(frozen=True, slots=True)
+class InputSettings:
+    """What the launches around the chunk rule leave open.
+
+    tokens: of a program that convolves one head.
+    warps: of such a program.
+    rows: of one token's head that a program of the gated norm takes.
+    norm_warps: of such a program.
+    """
+
+    tokens: int = 32
+    warps: int = 4
+    rows: int = 32
+    norm_warps: int = 4
+
+    def __post_init__(self) -> None:
+        for name, most in (("tokens", 256), ("warps", 16), ("rows", 256), ("norm_warps", 16)):
+            value = getattr(self, name)
+            if not 1 <= value <= most or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two from 1 to {most}")
+
+
 def default_chunk_settings(
     key_size: int, value_size: int, dtype: torch.dtype, /, *, target: Target = "cuda"
 ) -> ChunkSettings:
@@ -62,6 +84,16 @@ def default_chunk_settings(
     if target == "cuda":
         return ChunkSettings(32 if keys > 128 else 64, columns, 4, 1, 4, True)
     return ChunkSettings(64, columns, 4, 2 if keys > 128 else 3, 4, True)
+
+
+def default_input_settings(value_size: int, /) -> InputSettings:
+    """Choose by rule: tiles of 4,096 numbers.
+
+    Args:
+        value_size: V.
+    """
+    rows = max(4096 // _round_up(value_size), 1)
+    return InputSettings(tokens=min(rows, 32), rows=min(rows, 32))
 
 
 def fits_kernels(tokens: int, key_size: int, dtype: torch.dtype, /, *, target: Target) -> bool:

@@ -94,8 +94,8 @@ def powers_around(most):
 
 @triton.jit(do_not_specialize=["T"])
 def make_matrices(
-    q, k, g, beta, inverse, scores, decays, q_b, q_t, q_h, k_b, k_t, k_h, T, H: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr,
+    q, k, g, beta, inverse, scores, decays, q_b, q_t, q_h, k_b, k_t, k_h, T, H: tl.constexpr, RATIO: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """inverse [B H, N, C, C] = (I + tril(beta K K^T decay))^-1 beta, scores = tril(Q K^T decay), decays [B H, N, 2, C].
 
@@ -113,8 +113,8 @@ def make_matrices(
     gates = (b * T + o_t) * H + h
     sums = tl.cumsum(tl.load(g + gates, mask=inside, other=0.0).to(tl.float64), 0)
     strength = tl.load(beta + gates, mask=inside, other=0.0)
-    keys = load_chunk(k + b * k_b + h.to(tl.int64) * k_h, o_t, inside, k_t, o_k, K, K == KP)
-    queries = load_chunk(q + b * q_b + h.to(tl.int64) * q_h, o_t, inside, q_t, o_k, K, K == KP)
+    keys = load_chunk(k + b * k_b + (h // RATIO).to(tl.int64) * k_h, o_t, inside, k_t, o_k, K, K == KP)
+    queries = load_chunk(q + b * q_b + (h // RATIO).to(tl.int64) * q_h, o_t, inside, q_t, o_k, K, K == KP)
 
     # A float64 sum in two float32 parts: the parts' differences are as good as the sums', and cost half.
     high = sums.to(tl.float32)
@@ -138,8 +138,8 @@ def make_matrices(
 @triton.jit(do_not_specialize=["T"])
 def advance_chunks(
     q, k, v, inverse, scores, decays, state, o, new_state, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T,
-    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    STAGES: tl.constexpr,
+    H: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take BV columns of one head's state through all chunks, and write the outputs [B, T, H, V]."""
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -160,8 +160,8 @@ def advance_chunks(
         o_t = n * C + o_c
         inside = o_t < T
         slot = head.to(tl.int64) * chunks + n
-        keys = load_chunk(k + b * k_b + h * k_h, o_t, inside, k_t, o_k, K, K == KP)
-        queries = load_chunk(q + b * q_b + h * q_h, o_t, inside, q_t, o_k, K, K == KP)
+        keys = load_chunk(k + b * k_b + h // RATIO * k_h, o_t, inside, k_t, o_k, K, K == KP)
+        queries = load_chunk(q + b * q_b + h // RATIO * q_h, o_t, inside, q_t, o_k, K, K == KP)
         values = load_chunk(v + b * v_b + h * v_h, o_t, inside, v_t, o_v, V, even).to(tl.float32)
         solve = tl.load(inverse + slot * (C * C) + square)
         weights = tl.load(scores + slot * (C * C) + square)
@@ -198,10 +198,12 @@ def check_chunked(
         ValueError: shapes that do not fit, or mixed dtypes.
         NotImplementedError: a dtype or a size without a kernel.
     """
-    batch, tokens, heads, key_size = q_BTHK.shape
-    value_size = v_BTHV.shape[-1]
+    batch, tokens, groups, key_size = q_BTHK.shape
+    heads, value_size = v_BTHV.shape[2:]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"the {heads} heads of v must be a multiple of the {groups} heads of q and k")
     expected = {
-        "k": (k_BTHK, (batch, tokens, heads, key_size)),
+        "k": (k_BTHK, (batch, tokens, groups, key_size)),
         "v": (v_BTHV, (batch, tokens, heads, value_size)),
         "g": (g_BTH, (batch, tokens, heads)),
         "beta": (beta_BTH, (batch, tokens, heads)),
@@ -235,15 +237,17 @@ def make_chunk_matrices(
     Returns:
         inverse and scores [B H, N, C, C] in the dtype of q, decays [B H, N, 2, C].
     """
-    batch, tokens, heads, key_size = q_BTHK.shape
+    batch, tokens, groups, key_size = q_BTHK.shape
+    heads = g_BTH.shape[2]
     chunk, count = settings.chunk, triton.cdiv(tokens, settings.chunk)
     inverse, scores = (q_BTHK.new_empty(batch * heads, count, chunk, chunk) for _ in range(2))
     decays = g_BTH.new_empty(batch * heads, count, 2, chunk)
     on_cpu = q_BTHK.device.type == "cpu"  # where the interpreter's products of bfloat16 are wrong
     make_matrices[(batch * heads * count,)](
         q_BTHK, k_BTHK, g_BTH.contiguous(), beta_BTH.contiguous(), inverse, scores, decays, *q_BTHK.stride()[:3],
-        *k_BTHK.stride()[:3], tokens, H=heads, K=key_size, KP=_pad(key_size), C=chunk, BLOCK=BLOCK,
-        LEVELS=(chunk // BLOCK).bit_length() - 1, SPLIT=settings.split and not on_cpu, num_warps=settings.matrix_warps,
+        *k_BTHK.stride()[:3], tokens, H=heads, RATIO=heads // groups, K=key_size, KP=_pad(key_size), C=chunk,
+        BLOCK=BLOCK, LEVELS=(chunk // BLOCK).bit_length() - 1, SPLIT=settings.split and not on_cpu,
+        num_warps=settings.matrix_warps,
     )  # fmt: skip
     return inverse, scores, decays
 
@@ -257,6 +261,8 @@ def chunk_delta(
     state_BHKV: Tensor,
     settings: ChunkSettings,
     /,
+    *,
+    into_BHKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run ``delta_chunked`` in two launches.
 
@@ -265,32 +271,35 @@ def chunk_delta(
     nothing overflows, and err eight times less than bfloat16 ones.
 
     Args:
-        q_BTHK: T >= 0; bfloat16, float16 or float32; a row is at most of length one.
+        q_BTHK: T >= 0; bfloat16, float16 or float32; a row is at most of length one. The heads of q and k may be
+            fewer than those of v, which share them in their order.
         k_BTHK: like q.
         v_BTHV: any of these dtypes.
         g_BTH: float32, <= 0.
         beta_BTH: float32.
         state_BHKV: float32, read.
         settings: sizes of programs.
+        into_BHKV: float32, contiguous, where the new state goes, which may be the state itself; None makes one.
 
     Returns:
         (o_BTHV, the state after the last token), float32.
     """
     check_chunked(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
-    batch, tokens, heads, key_size = q_BTHK.shape
-    value_size = v_BTHV.shape[-1]
+    batch, tokens, groups, key_size = q_BTHK.shape
+    heads, value_size = v_BTHV.shape[2:]
     o_BTHV = torch.empty(v_BTHV.shape, dtype=torch.float32, device=v_BTHV.device)
     if o_BTHV.numel() == 0 or key_size == 0:
-        return o_BTHV.zero_(), state_BHKV.clone()
+        return o_BTHV.zero_(), state_BHKV.clone() if into_BHKV is None else into_BHKV.copy_(state_BHKV)
     q_BTHK, k_BTHK, v_BTHV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BTHK, k_BTHK, v_BTHV))
     state_BHKV = state_BHKV.contiguous()
-    new_BHKV, columns = torch.empty_like(state_BHKV), min(settings.columns, _pad(value_size))
+    new_BHKV = torch.empty_like(state_BHKV) if into_BHKV is None else into_BHKV
+    columns = min(settings.columns, _pad(value_size))
     matrices = make_chunk_matrices(q_BTHK, k_BTHK, g_BTH, beta_BTH, settings)
     of_q, of_k, of_v = (x.stride()[:3] for x in (q_BTHK, k_BTHK, v_BTHV))
     advance_chunks[(batch * heads * triton.cdiv(value_size, columns),)](
         q_BTHK, k_BTHK, v_BTHV, *matrices, state_BHKV, o_BTHV, new_BHKV, *of_q, *of_k, *of_v, tokens, H=heads,
-        K=key_size, KP=_pad(key_size), V=value_size, BV=columns, C=settings.chunk, STAGES=settings.stages,
-        num_warps=settings.warps,
+        RATIO=heads // groups, K=key_size, KP=_pad(key_size), V=value_size, BV=columns, C=settings.chunk,
+        STAGES=settings.stages, num_warps=settings.warps,
     )  # fmt: skip
     return o_BTHV, new_BHKV
 
