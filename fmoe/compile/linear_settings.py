@@ -11,6 +11,7 @@ import torch
 from .settings import Target
 
 MAX_TOKENS = 16  # rows of x that one program multiplies with its rows of the weights
+FP8_TOKENS = 64  # the same of weights in FP8 blocks, which torch's product reads only after they are dequantised
 BLOCK = 2048  # weights that a program of four warps loads at once, of FP8 twice as many
 PROGRAMS = 512  # enough to keep all processors of a large GPU reading
 STREAMS = 264  # programs that go on to their next blocks, two for each multiprocessor of an H200
@@ -30,8 +31,8 @@ class LinearSettings:
         tokens all but the first read the weights from the cache.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
     ahead: with pdl, steps whose weights are fetched into the cache before x is waited for; 0 or a power of two.
-    programs: with a depth from D on, one token and weights in FP8 blocks, programs that share the blocks of rows and
-        keep x; 0 is one for each block. Only NVIDIA's kernels for bfloat16 have it.
+    programs: with a depth from D on and one token, programs that share the blocks of rows and keep x; 0 is one for each
+        block. Of weights in FP8 blocks only NVIDIA's kernels for bfloat16 have it.
     """
 
     rows: int

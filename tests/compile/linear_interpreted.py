@@ -20,6 +20,7 @@ SETTINGS = {
     "product": PRODUCT,
     "product-split": replace(PRODUCT, splits=3),
     "one-row": replace(PRODUCT, rows=1, depth=256),
+    "stream": replace(PRODUCT, depth=512, programs=4),  # of one token; more have programs of their own
     "dot": DOT,
     "dot-split": replace(DOT, rows=16, splits=2),
     "empty-part": replace(DOT, splits=7, depth=128),  # steps of 128 leave fewer than 7 parts

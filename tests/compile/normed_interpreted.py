@@ -59,16 +59,17 @@ def draw_layer(hidden, rng, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "norm_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize("programs", [0, 3])
 @pytest.mark.parametrize("hidden", [256, 200, 3])
-def test_a_projection_of_a_norm(hidden, dtype, norm_dtype, rng):
+def test_a_projection_of_a_norm(hidden, programs, dtype, norm_dtype, rng):
     row, w = draw_row(hidden, rng, dtype, norm_dtype), draw(N, hidden, rng=rng, dtype=dtype)
-    bias = draw(N, rng=rng, dtype=dtype)
+    bias, settings = draw(N, rng=rng, dtype=dtype), replace(WHOLE, programs=programs)
 
-    total, y = run_linear_normed(row, w, WHOLE, bias_N=bias)
+    total, y = run_linear_normed(row, w, settings, bias_N=bias)
 
     normed, expected_total = add_rms_norm_rows(*row[:3], eps=EPS)
     assert torch.equal(total, expected_total)
-    assert torch.equal(y, run_linear(normed, w, WHOLE, bias_N=bias))
+    assert torch.equal(y, run_linear(normed, w, settings, bias_N=bias))
 
 
 def test_a_projection_with_rows_that_are_not_quantised(rng):

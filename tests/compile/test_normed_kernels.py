@@ -59,13 +59,14 @@ def test_projections_of_fp8_by_fours_fit(outputs, rest, norm_dtype):
     assert find_misfits(launches, "sm_90") == []
 
 
-@pytest.mark.parametrize(("rows", "warps"), [(1, 4), (2, 4), (4, 8)])
+@pytest.mark.parametrize("programs", [0, 264])
+@pytest.mark.parametrize(("rows", "warps"), [(1, 4), (2, 4), (4, 8), (8, 8)])
 @pytest.mark.parametrize("target", SHARED_LIMITS)
-def test_projections_fit(target, rows, warps):
-    settings = LinearSettings(rows, D, warps, 1, 1, dot=False, pdl=target == "sm_90")
+def test_projections_fit(target, rows, warps, programs):
+    settings = LinearSettings(rows, D, warps, 1, 1, dot=False, pdl=target == "sm_90", programs=programs)
     with recorded_launches() as launches:
         run_linear_normed(row(BF16), empty(5120, D), settings)
-    assert [launch.kernel.__name__ for launch in launches] == ["linear_product"]
+    assert [launch.kernel.__name__ for launch in launches] == ["linear_streamed" if programs else "linear_product"]
     assert find_misfits(launches, target) == []
 
 

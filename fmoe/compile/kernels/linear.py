@@ -273,6 +273,11 @@ def check_projection(x_TD: Tensor, w_ND: Weight, bias_N: Tensor | None, /) -> No
         check_fp8(w_ND)
 
 
+def can_stream(x_TD: Tensor, w_ND: Weight, /) -> bool:
+    """Tell whether programs can go on to their next rows: not of FP8 where it is multiplied one by one."""
+    return not isinstance(w_ND, Fp8) or can_pack(x_TD, w_ND)
+
+
 def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_N: Tensor | None = None) -> Tensor:
     """Compute ``x w^T + bias`` with float32 sums, rounded once; equal on every run.
 
@@ -292,7 +297,7 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
     if y_TN.numel() == 0:
         return y_TN
     if settings.programs:
-        if tokens == 1 and settings.depth >= hidden and isinstance(w_ND, Fp8) and can_pack(x_TD, w_ND):
+        if tokens == 1 and settings.depth >= max(hidden, BLOCK) and can_stream(x_TD, w_ND):
             run_stream(x_TD, w_ND, bias_N, y_TN, settings)
             return y_TN
         # As many registers as a program of its own for each block has room for.
@@ -334,7 +339,7 @@ def run_linear_normed(
     check_blocks(w_ND, settings.rows, 0, name="linear")
     outputs, total_1D = weight_shape(w_ND)[0], torch.empty_like(x.x_1D)
     y_1N = x.x_1D.new_empty(1, outputs)
-    if settings.programs and isinstance(w_ND, Fp8) and can_pack(x.x_1D, w_ND):
+    if settings.programs and can_stream(x.x_1D, w_ND):
         run_stream(x, w_ND, bias_N, y_1N, settings, total_1D=total_1D)
     else:
         rows = min(settings.rows, 4) if settings.programs else settings.rows

@@ -1,16 +1,17 @@
-"""A dense projection of one token by weights in FP8 blocks: programs that keep x go from block to block of the rows.
+"""A dense projection of one token: programs that keep x go from block to block of the rows.
 
-NVIDIA's instructions for four values of FP8 at once, for x in bfloat16.
+Of weights in FP8 blocks by NVIDIA's instructions for four values of FP8 at once, for x in bfloat16.
 
 Letters: N rows of the weight matrix, M unquantised rows behind them, D summed dimension.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+# ruff: noqa: SIM108
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fmoe.functional.quant import Fp8
+from fmoe.functional.quant import Fp8, Weight
 
 from ..linear_settings import LinearSettings
 from .fp8 import factors_at, load_factors
@@ -39,33 +40,56 @@ def rest_block(
 
 
 @triton.jit
+def factors_of(s, row, N: tl.constexpr, D: tl.constexpr, BK: tl.constexpr):
+    """Load the factors of the block of ``row``; of weights without, a one that is not read."""
+    if s is None:
+        return tl.full((), 1.0, tl.float32)
+    else:
+        return load_factors(factors_at(s, 0, 0, row, N, D, 1), 0, tl.arange(0, BK // PART), D, BK == D)
+
+
+@triton.jit
+def store_block(
+    a, x0, x1, factor, top, bias, y, o_n, N: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Multiply the rows o_n, which ``load_rows`` loaded, and store the results."""
+    if PACKED:
+        v = sum_rows(a, x0, x1, factor, top, True)
+    else:
+        v = sum_rows(a, x0, x1, None, top, False)
+    v = add_bias(v, bias, o_n, N, HAS_BIAS)
+    tl.store(y + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+
+
+@triton.jit
 def stream_blocks(
     x, branch, norm, total, w, s, bias, y, program, programs, N: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
     HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and every ``programs``-th block of BN of N rows; the first is asked for before x is there."""
-    o_c = tl.arange(0, BK // PART)
+    """One token and every ``programs``-th block of BN of N rows; the first is asked for before x is there.
+
+    Weights in FP8 blocks are multiplied by fours.
+    """
+    PACKED: tl.constexpr = s is not None
     o_n = program * BN + tl.arange(0, BN)
-    a = load_rows(w, o_n.to(tl.int64), D, N, BN, BK, True)
-    factor = load_factors(factors_at(s, 0, 0, program * BN, N, D, 1), 0, o_c, D, BK == D)
+    a = load_rows(w, o_n.to(tl.int64), D, N, BN, BK, PACKED)
+    factor = factors_of(s, program * BN, N, D, BK)
     if norm is None:
         wait_alone(PDL)
-        x0, x1, top = load_row(x, 0 * program, D, BK, True)
+        x0, x1, top = load_row(x, 0 * program, D, BK, PACKED)
     else:
-        w0, w1, w2, w3 = load_norm(norm, D, BK, True)
+        w0, w1, w2, w3 = load_norm(norm, D, BK, PACKED)
         wait_alone(PDL)
-        x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, None, program == 0, D, EPS, BK, True)
+        x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, None, program == 0, D, EPS, BK, PACKED)
     for block in tl.range(program + programs, (N + BN - 1) // BN, programs):
         o_next = block * BN + tl.arange(0, BN)
-        a_next = load_rows(w, o_next.to(tl.int64), D, N, BN, BK, True)
-        factor_next = load_factors(factors_at(s, 0, 0, block * BN, N, D, 1), 0, o_c, D, BK == D)
-        v = add_bias(sum_rows(a, x0, x1, factor, top, True), bias, o_n, N, HAS_BIAS)
-        tl.store(y + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+        a_next = load_rows(w, o_next.to(tl.int64), D, N, BN, BK, PACKED)
+        factor_next = factors_of(s, block * BN, N, D, BK)
+        store_block(a, x0, x1, factor, top, bias, y, o_n, N, HAS_BIAS, PACKED)
         a = a_next
         factor = factor_next
         o_n = o_next
-    v = add_bias(sum_rows(a, x0, x1, factor, top, True), bias, o_n, N, HAS_BIAS)
-    tl.store(y + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+    store_block(a, x0, x1, factor, top, bias, y, o_n, N, HAS_BIAS, PACKED)
 
 
 @triton.jit
@@ -73,10 +97,10 @@ def linear_streamed(
     x, branch, norm, total, w, s, rest, bias, y, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
     HAS_BIAS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: each program keeps x and goes through blocks of BN rows of weights in FP8 blocks.
+    """One token: each program keeps x and goes through blocks of BN rows; BK >= D.
 
-    x is bfloat16, BK >= D. Programs of their own come first, BM of the unquantised rows each. Where there is a norm, it
-    is that of x + branch that is multiplied, and the sum is stored.
+    Programs of their own come first, BM of the unquantised rows each. Where there is a norm, it is that of x + branch
+    that is multiplied, and the sum is stored.
     """
     start_next(PDL)
     first: tl.constexpr = (M + BM - 1) // BM
@@ -97,7 +121,7 @@ def linear_streamed(
 
 def run_stream(
     x: Tensor | Unnormed,
-    fp8: Fp8,
+    w_ND: Weight,
     bias_N: Tensor | None,
     y_1N: Tensor,
     settings: LinearSettings,
@@ -108,19 +132,20 @@ def run_stream(
     """Compute y; ``settings`` has programs and a depth from D on.
 
     Args:
-        x: bfloat16, or what it is the norm of.
-        fp8: weights.
+        x: the row, or what it is the norm of; bfloat16 where the weights are in FP8 blocks.
+        w_ND: weights; of those in FP8 blocks, D is whole blocks.
         bias_N: or None.
         y_1N: written.
         settings: blocks.
         total_1D: written, where x is yet to be normed.
     """
     x_1D, branch_1D, norm_D, eps = x if isinstance(x, Unnormed) else (x, None, None, 0.0)
-    (outputs, hidden), rest = fp8.w.shape, 0 if fp8.rest_MD is None else fp8.rest_MD.shape[0]
+    w, s, rest_MD = w_ND if isinstance(w_ND, Fp8) else (w_ND, None, None)
+    (outputs, hidden), rest = w.shape, 0 if rest_MD is None else rest_MD.shape[0]
     blocks, rest_rows = triton.cdiv(outputs, settings.rows), max(settings.rows // 4, 1)
     programs = min(settings.programs, blocks) + triton.cdiv(rest, rest_rows)
     linear_streamed[(programs,)](
-        x_1D, branch_1D, norm_D, total_1D, fp8.w, fp8.scale, fp8.rest_MD, bias_N, y_1N, N=outputs, M=rest, D=hidden,
+        x_1D, branch_1D, norm_D, total_1D, w, s, rest_MD, bias_N, y_1N, N=outputs, M=rest, D=hidden,
         EPS=eps, HAS_BIAS=bias_N is not None, BN=settings.rows, BM=rest_rows, BK=settings.depth, PDL=settings.pdl,
         num_warps=settings.warps, **launch_options(settings.pdl),
     )  # fmt: skip
