@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import fmoe
+from fmoe.compile import normed_ops
 from fmoe.compile.decode_choice import add_decode_kernels, choose_tokens_any
+from fmoe.compile.linear_settings import LinearSettings, linear_to_ints
+from fmoe.compile.plan import Row
 from fmoe.compile.select import choose
 from fmoe.compile.step import compile_steps
+from fmoe.model import replan
 
 from .decode_families import FAMILIES, load_random
 
@@ -59,12 +63,30 @@ def test_a_family_gives_what_the_references_give(name, compiled, logprobs, tmp_p
             assert step.logprob == pytest.approx(other_step.logprob, abs=1e-5)
 
 
-def test_all_kernels_together_as_loaded(tmp_path):
-    prompts = [[5, 6]]
+def plan_projections(model):
+    """The model with kernels for its projections of one token, which a CPU leaves to torch."""
+    settings = LinearSettings(4, 128, 4, 1, 1, dot=False, pdl=False, programs=3)
+    row = Row(1, "triton", tuple(linear_to_ints(settings)), "")
+    plans = (replace(p, rows=(row, *p.rows[1:])) if p.key.operator == "linear" else p for p in model.plans)
+    return replan(model, tuple(plans))
+
+
+def test_all_kernels_together(tmp_path, monkeypatch):
+    prompts, folded = [[5, 6]], []
+    for name in ("run_linear_normed", "run_moe_layer_normed"):
+        run = getattr(normed_ops, name)
+        monkeypatch.setattr(normed_ops, name, lambda *a, name=name, run=run, **k: folded.append(name) or run(*a, **k))
     expected = fmoe.generate(
         load_random(tmp_path, "qwen3_next", kernels="reference"), prompts, max_new_tokens=3, ignore_eos=True
     )
+    assert folded == []
+
     found = fmoe.generate(
-        load_random(tmp_path, "qwen3_next", kernels="triton"), prompts, max_new_tokens=3, ignore_eos=True
+        plan_projections(load_random(tmp_path, "qwen3_next", kernels="triton")),
+        prompts,
+        max_new_tokens=3,
+        ignore_eos=True,
     )
+
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+    assert set(folded) == {"run_linear_normed", "run_moe_layer_normed"}
