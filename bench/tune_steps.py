@@ -42,7 +42,8 @@ SAMPLES = 30
 # rows, depth, warps, stages of matrix-vector products; a depth from the row's length on takes it at once
 LOOPS = ((16, 128, 2, 5), (8, 256, 2, 4), (8, 256, 4, 4), (16, 256, 4, 4), (4, 512, 4, 4), (4, 1024, 4, 3))
 WHOLE = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8))  # rows, warps
-STREAMS = ((16, 4), (8, 4), (16, 8))  # rows, warps of programs that stay
+# rows, warps of programs that stay, for weights in FP8 blocks and for others
+STREAMS = {True: ((16, 4), (8, 4), (16, 8)), False: ((2, 4), (4, 4), (4, 8), (8, 8))}
 
 
 def main() -> int:
@@ -161,8 +162,8 @@ def linear_candidates(now: LinearSettings, hidden: int, quantised: bool) -> Iter
         yield replace(base, rows=rows, depth=depth, warps=warps, stages=stages)
     for rows, warps in WHOLE:
         yield replace(base, rows=rows, warps=warps)
-    for rows, warps in STREAMS if quantised and hidden <= 2048 else ():
-        for programs in (132, 192, 264, 396):
+    for rows, warps in STREAMS[quantised] if hidden <= 2048 else ():
+        for programs in (132, 192, 264, 396, *(() if quantised else (528,))):
             yield replace(base, rows=rows, warps=warps, programs=programs)
 
 

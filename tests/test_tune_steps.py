@@ -14,14 +14,16 @@ H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, "")
 FP8 = torch.float8_e4m3fn
 
 
+@pytest.mark.parametrize("hidden", [2048, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-def test_candidates_of_a_projection_are_read_and_differ(dtype: torch.dtype) -> None:
+def test_candidates_of_a_projection_are_read_and_differ(dtype: torch.dtype, hidden: int) -> None:
     known = {1: Entry("triton", tuple(linear_to_ints(LinearSettings(8, 256, 4, 4, 1, dot=False, pdl=False))), 1.0)}
-    plan = make_plan(linear_key(12352, 2048, dtype), H200, tuned=known, allowed=("library", "triton"))
+    plan = make_plan(linear_key(12352, hidden, dtype), H200, tuned=known, allowed=("library", "triton"))
     found = [tuple(values) for values in candidates(plan)]
     assert len(set(found)) >= len(found) - 1 > 10  # what the plan has now may be among them
-    shared = [linear_from_ints(values).programs for values in found if linear_from_ints(values).programs]
-    assert bool(shared) == (dtype == FP8)
+    shared = [settings for values in found if (settings := linear_from_ints(values)).programs]
+    assert bool(shared) == (hidden == 2048)
+    assert max((settings.rows for settings in shared), default=0) in (0, 16 if dtype == FP8 else 8)
 
 
 @pytest.mark.parametrize(

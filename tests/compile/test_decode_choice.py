@@ -1,6 +1,7 @@
 """Where the decode kernels are taken, and what their wrappers do with sizes that the kernels do not take."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from fmoe.compile.decode_choice import (
 )
 from fmoe.compile.decode_settings import default_attend_settings, default_head_settings
 from fmoe.compile.delta_settings import default_delta_settings
+from fmoe.compile.linear_ops import linear_planned
 from fmoe.compile.linear_settings import default_linear_settings
+from fmoe.compile.normed_ops import compute_moe_normed_op, linear_normed_planned
+from fmoe.compile.ops import compute_moe_op
 from fmoe.compile.settings import default_settings
 from fmoe.functional import DeltaCache, DeltaConfig, Kernels, add_rms_norm, attend, pend_delta
 
@@ -48,6 +52,14 @@ def test_kernels_are_taken_where_triton_runs(device, requested, with_triton):
 
     assert all(getattr(kernels, field) is not getattr(before, field) for field in FIELDS)
     assert (kernels.attend_prefill, kernels.linear, kernels.attend_decode) == (len, max, attend)
+
+
+def test_norms_go_into_the_kernels_that_plans_name(with_triton):
+    before = Kernels(linear=partial(linear_planned, plans=()), compute_moe=partial(compute_moe_op, plans=()))
+    kernels = add_decode_kernels(before, GPU, torch.bfloat16, "auto")
+    assert kernels.linear_normed.func is linear_normed_planned
+    assert kernels.compute_moe_normed.func is compute_moe_normed_op
+    assert add_decode_kernels(before, GPU, torch.bfloat16, "reference").linear_normed is None
 
 
 @pytest.mark.parametrize(
