@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fmoe.functional.quant import BLOCK, Fp8, Weight, weight_shape
 
+from ..linear_settings import FP8_TOKENS as FP8_TOKENS
 from ..linear_settings import MAX_TOKENS as MAX_TOKENS
 from ..linear_settings import LinearSettings as LinearSettings
 from ..linear_settings import default_linear_settings as default_linear_settings
@@ -25,24 +26,12 @@ from ..linear_settings import linear_to_ints as linear_to_ints
 from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_factors, split_weight
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
+from .linear_few import LINE, can_keep, fetch_ahead, run_few
 from .linear_stream import run_stream
 from .normed import Unnormed, check_unnormed, load_norm, load_normed
 from .products import PART, add_bias, load_row, load_rows, sum_rows
 
-LINE = 128  # bytes that one prefetch brings
 SUM_BLOCK = 256
-
-
-@triton.jit
-def fetch_ahead(w, o_r, first, D: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr):
-    """Ask for the first AHEAD steps of the rows' weights without waiting for them."""
-    step: tl.constexpr = LINE * 8 // w.dtype.element_ty.primitive_bitwidth
-    lines: tl.constexpr = (AHEAD * BK + step - 1) // step
-    o_k = tl.minimum(first + tl.arange(0, lines) * step, D - 1)
-    at = (w + o_r[:, None] * D + o_k[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -261,8 +250,9 @@ def check_projection(x_TD: Tensor, w_ND: Weight, bias_N: Tensor | None, /) -> No
     fits = x_TD.dim() == len(shape) == 2 and x_TD.shape[1] == shape[1] > 0
     if not fits or (bias_N is not None and bias_N.shape != outputs):
         raise ValueError(f"x, w and bias must be [T, D], [N, D] and [N], got shapes {shapes}")
-    if x_TD.shape[0] > MAX_TOKENS:
-        raise ValueError(f"{x_TD.shape[0]} tokens came, at most {MAX_TOKENS} fit; use torch's linear for more")
+    most = FP8_TOKENS if isinstance(w_ND, Fp8) else MAX_TOKENS
+    if x_TD.shape[0] > most:
+        raise ValueError(f"{x_TD.shape[0]} tokens came, at most {most} fit; use torch's linear for more")
     if x_TD.dtype not in DTYPES:
         raise NotImplementedError(f"no projection kernel reads {x_TD.dtype}; use bfloat16, float16 or float32")
     if any(tensor.dtype != x_TD.dtype for tensor in tensors):
@@ -282,7 +272,7 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
     """Compute ``x w^T + bias`` with float32 sums, rounded once; equal on every run.
 
     Args:
-        x_TD: rows, 0 <= T <= 16.
+        x_TD: rows, 0 <= T <= 16, of weights in FP8 blocks 64.
         w_ND: weights, contiguous; in FP8 blocks they are converted where they are multiplied.
         settings: blocks.
         bias_N: of the dtype of x, or None.
@@ -291,30 +281,40 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
         [T, N], of the dtype of x.
     """
     check_projection(x_TD, w_ND, bias_N)
-    check_blocks(w_ND, settings.rows, settings.depth if settings.dot else 0, name="linear")
+    in_steps = settings.dot and not settings.programs
+    check_blocks(w_ND, settings.rows, settings.depth if in_steps else 0, name="linear")
     (tokens, hidden), outputs = x_TD.shape, weight_shape(w_ND)[0]
     y_TN = torch.empty(tokens, outputs, dtype=x_TD.dtype, device=x_TD.device)
     if y_TN.numel() == 0:
         return y_TN
     if settings.programs:
-        if tokens == 1 and settings.depth >= max(hidden, BLOCK) and can_stream(x_TD, w_ND):
+        if tokens == 1 and settings.depth >= max(hidden, BLOCK) and not settings.dot and can_stream(x_TD, w_ND):
             run_stream(x_TD, w_ND, bias_N, y_TN, settings)
             return y_TN
-        # As many registers as a program of its own for each block has room for.
-        settings = replace(settings, rows=min(settings.rows, 4), programs=0)
+        if not can_keep(x_TD, w_ND, settings):
+            settings = leave_programs(settings)
     # No part is empty: a depth that does not divide D can leave fewer parts than asked for.
     split = triton.cdiv(triton.cdiv(hidden, settings.splits), settings.depth) * settings.depth
+    if settings.programs:
+        split = max(BLOCK, triton.next_power_of_2(split))
     splits = triton.cdiv(hidden, split)
     if splits == 1:
-        _launch(x_TD, w_ND, bias_N, y_TN, split, settings)
+        _launch_any(x_TD, w_ND, bias_N, y_TN, split, settings)
         return y_TN
     parts = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x_TD.device)
-    _launch(x_TD, w_ND, None, parts, split, settings)
+    _launch_any(x_TD, w_ND, None, parts, split, settings)
     sum_parts[(triton.cdiv(outputs, SUM_BLOCK), tokens)](
         parts, bias_N, y_TN, tokens, N=outputs, SPLITS=splits, HAS_BIAS=bias_N is not None, BN=SUM_BLOCK,
         PDL=settings.pdl, num_warps=4, **launch_options(settings.pdl),
     )  # fmt: skip
     return y_TN
+
+
+def leave_programs(settings: LinearSettings, /) -> LinearSettings:
+    """Give each block a program of its own, and to it as many registers as it has room for."""
+    if settings.dot:
+        return replace(settings, rows=16, depth=BLOCK, programs=0)
+    return replace(settings, rows=min(settings.rows, 4), programs=0)
 
 
 def can_norm_linear(hidden: int, settings: LinearSettings, /) -> bool:
@@ -342,9 +342,18 @@ def run_linear_normed(
     if settings.programs and can_stream(x.x_1D, w_ND):
         run_stream(x, w_ND, bias_N, y_1N, settings, total_1D=total_1D)
     else:
-        rows = min(settings.rows, 4) if settings.programs else settings.rows
-        _launch(x, w_ND, bias_N, y_1N, settings.depth, replace(settings, rows=rows, programs=0), total_1D)
+        apart = leave_programs(settings) if settings.programs else settings
+        _launch(x, w_ND, bias_N, y_1N, settings.depth, apart, total_1D)
     return total_1D, y_1N
+
+
+def _launch_any(
+    x_TD: Tensor, w_ND: Weight, bias_N: Tensor | None, y: Tensor, split: int, settings: LinearSettings
+) -> None:
+    if settings.programs and isinstance(w_ND, Fp8):
+        run_few(x_TD, w_ND, bias_N, y, split, settings)
+    else:
+        _launch(x_TD, w_ND, bias_N, y, split, settings)
 
 
 def _launch(
@@ -378,7 +387,8 @@ def _launch(
     tensors = (w, s, rest_MD, bias_N, y)
     options = {"num_warps": settings.warps} | launch_options(settings.pdl)
     if settings.dot:
-        linear_dot[(blocks, splits)](x_TD, *tensors, tokens, **constants, BM=MAX_TOKENS, **options)
+        block = max(MAX_TOKENS, triton.next_power_of_2(tokens))
+        linear_dot[(blocks, splits)](x_TD, *tensors, tokens, **constants, BM=block, **options)
     else:
         linear_product[(blocks * tokens, splits)](
             x_TD, branch_1D, norm_D, total_1D, *tensors, tokens, EPS=eps, **constants, **options
