@@ -1,4 +1,4 @@
-"""The kernels around the chunk rule: interpreted, compiled for devices that are not here, and what they refuse by name."""
+"""The kernels around the chunk rule: interpreted, compiled for devices that are not here, and what they refuse."""
 
 import os
 import subprocess
