@@ -25,6 +25,8 @@ class AttendSettings:
     heads: query heads of one kv head that one program serves, counted once for each token of a sequence.
     channels: output channels that one program of the second launch writes.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
+    early: with pdl, the kernels that take a projection read all else before the launch in front is over; positions,
+        angles and earlier slots must not be written by that launch, nor by one that let its next start at once.
     """
 
     splits: int
@@ -34,6 +36,7 @@ class AttendSettings:
     stages: int
     channels: int = 64
     pdl: bool = False
+    early: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.splits <= MOST_SPLITS:
@@ -76,10 +79,10 @@ def decode_settings_to_ints(settings: AttendSettings | HeadSettings) -> list[int
 
 def attend_settings_from_ints(values: Sequence[int]) -> AttendSettings:
     """Read what ``decode_settings_to_ints`` wrote."""
-    if len(values) != 7:
-        raise ValueError(f"{len(values)} integers came; settings of attention are 7, as decode_settings_to_ints writes")
-    splits, slots, heads, warps, stages, channels, pdl = values
-    return AttendSettings(splits, slots, heads, warps, stages, channels, bool(pdl))
+    if len(values) != 8:
+        raise ValueError(f"{len(values)} integers came; settings of attention are 8, as decode_settings_to_ints writes")
+    splits, slots, heads, warps, stages, channels, pdl, early = values
+    return AttendSettings(splits, slots, heads, warps, stages, channels, bool(pdl), bool(early))
 
 
 def head_settings_from_ints(values: Sequence[int]) -> HeadSettings:
@@ -125,13 +128,15 @@ def default_attend_settings(
     if tokens > 1 and not (wide and size > 256):
         # Two blocks of rows would read the cache twice; four would not fit into the registers of every device.
         rows = 16 if tokens * heads <= 16 * kv_heads else 32
+        block = min(block, 32) if rows > 16 and size > 128 else block
     programs = batch * kv_heads * -(-tokens * heads // (kv_heads * rows))
     # Every split leaves a sum for each token: fewer are read back faster.
     wanted = PROGRAMS if tokens <= 2 else PROGRAMS // 2
     splits = min(-(-wanted // programs), -(-slots // block), MOST_SPLITS)
     # More would not fit into the shared memory of GPUs that are not made for data centres.
     stages = 1 if target == "hip" else 2 if wide or size > 128 else 3
-    warps = 8 if target != "hip" and (wide or (rows > 16 and size > 128)) else 4
+    # Threads enough to hold a block of keys and one of values besides the queries.
+    warps = 8 if target != "hip" and (wide or (size > 128 and (rows > 16 or block > 32))) else 4
     return AttendSettings(max(splits, 1), block, rows, warps, stages, pdl=target == "hopper")
 
 

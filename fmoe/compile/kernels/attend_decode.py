@@ -33,6 +33,65 @@ def load_slots(p, slots, inside, o_c, stride, C: tl.constexpr, EVEN: tl.constexp
 
 
 @triton.jit
+def load_keys(
+    k, v, slots, inside, stride_k, stride_v, C: tl.constexpr, CA: tl.constexpr, CB: tl.constexpr, U: tl.constexpr,
+    UA: tl.constexpr, UB: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Load a block of keys and of values, (k_a, k_b, v_a, v_b); what has no second block gives the first again."""
+    k_a = load_slots(k, slots, inside, tl.arange(0, CA), stride_k, C, CA <= C)
+    if CB:
+        k_b = load_slots(k, slots, inside, CA + tl.arange(0, CB), stride_k, C, CA + CB <= C)
+    else:
+        k_b = k_a
+    if SHARED:
+        v_a = k_a
+    else:
+        v_a = load_slots(v, slots, inside, tl.arange(0, UA), stride_v, U, UA <= U)
+    if UB:
+        v_b = load_slots(v, slots, inside, UA + tl.arange(0, UB), stride_v, U, UA + UB <= U)
+    else:
+        v_b = v_a
+    return k_a, k_b, v_a, v_b
+
+
+@triton.jit
+def attend_block(
+    q_a, q_b, block, slots, inside, top, total, acc_a, acc_b, since, until, SCALE: tl.constexpr, CB: tl.constexpr,
+    UB: tl.constexpr,
+):  # fmt: skip
+    """Go on with a softmax over one block of keys and values, as ``attend_slots``."""
+    k_a, k_b, v_a, v_b = block
+    scores = tl.dot(q_a, k_a.T, input_precision="ieee")
+    if CB:
+        scores = tl.dot(q_b, k_b.T, scores, input_precision="ieee")
+    seen = inside[None, :]
+    if since is not None:
+        seen = seen & (slots[None, :] >= since[:, None])
+    if until is not None:
+        seen = seen & (slots[None, :] < until[:, None])
+    scores = tl.where(seen, scores * (SCALE * 1.4426950408889634), float("-inf"))
+    larger = tl.maximum(top, tl.max(scores, 1))
+    # Where nothing was seen yet, -inf - -inf would be NaN.
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc_a = tl.dot(weights.to(v_a.dtype), v_a, acc_a * shrink[:, None], input_precision="ieee")
+    if UB:
+        acc_b = tl.dot(weights.to(v_b.dtype), v_b, acc_b * shrink[:, None], input_precision="ieee")
+    return larger, total, acc_a, acc_b
+
+
+@triton.jit
+def inside_of(mask, slots, last, HAS_MASK: tl.constexpr):
+    """Tell which slots are before the last and not masked."""
+    inside = slots < last
+    if HAS_MASK:
+        inside = inside & (tl.load(mask + slots, mask=inside, other=0) != 0)
+    return inside
+
+
+@triton.jit
 def attend_slots(
     q_a, q_b, k, v, mask, stride_k, stride_v, first, last, top, total, acc_a, acc_b, SCALE: tl.constexpr,
     C: tl.constexpr, CA: tl.constexpr, CB: tl.constexpr, U: tl.constexpr, UA: tl.constexpr, UB: tl.constexpr,
@@ -44,43 +103,13 @@ def attend_slots(
     With SHARED, the values are the first U channels of the keys. A row sees slots from its ``since`` on and before its
     ``until``, where these are given.
     """
-    o_n = tl.arange(0, BN)
-    o_ca = tl.arange(0, CA)
-    o_cb = CA + tl.arange(0, CB if CB else 16)
-    o_ua = tl.arange(0, UA)
-    o_ub = UA + tl.arange(0, UB if UB else 16)
     for n in tl.range(first, last, BN, num_stages=STAGES):
-        slots = n + o_n
-        inside = slots < last
-        if HAS_MASK:
-            inside = inside & (tl.load(mask + slots, mask=inside, other=0) != 0)
-        k_a = load_slots(k, slots, inside, o_ca, stride_k, C, CA <= C)
-        scores = tl.dot(q_a, k_a.T, input_precision="ieee")
-        if CB:
-            k_b = load_slots(k, slots, inside, o_cb, stride_k, C, CA + CB <= C)
-            scores = tl.dot(q_b, k_b.T, scores, input_precision="ieee")
-        seen = inside[None, :]
-        if since is not None:
-            seen = seen & (slots[None, :] >= since[:, None])
-        if until is not None:
-            seen = seen & (slots[None, :] < until[:, None])
-        scores = tl.where(seen, scores * (SCALE * 1.4426950408889634), float("-inf"))
-        larger = tl.maximum(top, tl.max(scores, 1))
-        # Where nothing was seen yet, -inf - -inf would be NaN.
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        acc_a = acc_a * shrink[:, None]
-        if SHARED:
-            v_a = k_a
-        else:
-            v_a = load_slots(v, slots, inside, o_ua, stride_v, U, UA <= U)
-        acc_a = tl.dot(weights.to(v_a.dtype), v_a, acc_a, input_precision="ieee")
-        if UB:
-            v_b = load_slots(v, slots, inside, o_ub, stride_v, U, UA + UB <= U)
-            acc_b = tl.dot(weights.to(v_b.dtype), v_b, acc_b * shrink[:, None], input_precision="ieee")
-        top = larger
+        slots = n + tl.arange(0, BN)
+        inside = inside_of(mask, slots, last, HAS_MASK)
+        block = load_keys(k, v, slots, inside, stride_k, stride_v, C, CA, CB, U, UA, UB, SHARED)
+        top, total, acc_a, acc_b = attend_block(
+            q_a, q_b, block, slots, inside, top, total, acc_a, acc_b, since, until, SCALE, CB, UB
+        )
     return top, total, acc_a, acc_b
 
 
@@ -161,6 +190,9 @@ def add_splits(
     b = tl.program_id(2).to(tl.int64)
     head = b * tl.num_programs(1) + h
     o_s = tl.arange(0, SP)
+    if HAS_GATE:
+        # Written before the launch in front, which has waited for that.
+        g = tl.load(gate + b * stride_g + h * U + o_u, mask=o_u < U, other=0.0)
     wait_for_previous(PDL)
     top = tl.load(tops + head * splits + o_s, mask=o_s < splits, other=float("-inf"))
     total = tl.load(totals + head * splits + o_s, mask=o_s < splits, other=0.0)
@@ -174,7 +206,6 @@ def add_splits(
     # NaN stays NaN: only a row without any visible slot has no sum.
     y = tl.sum(weights[:, None] * part, 0) / tl.where(denominator == 0.0, 1.0, denominator)
     if HAS_GATE:
-        g = tl.load(gate + b * stride_g + h * U + o_u, mask=o_u < U, other=0.0)
         y *= tl.sigmoid(g.to(tl.float32))
     tl.store(out + head * U + o_u, y.to(out.dtype.element_ty), mask=o_u < U)
 

@@ -13,17 +13,19 @@ from torch import Tensor
 
 from ..decode_settings import AttendSettings
 from .attend_decode import (
+    attend_block,
     attend_slots,
     block_options,
     cut_channels,
     empty_sums,
     is_start_of,
     leave_sums,
+    load_keys,
     share_of,
     sum_splits,
     with_rows,
 )
-from .attend_project import place_heads
+from .attend_project import load_turns, place_heads
 from .launch import wait_for_previous
 
 
@@ -53,7 +55,7 @@ def attend_few_projected(
     stride_vb, stride_vj, stride_vm, T: tl.constexpr, BT: tl.constexpr, H: tl.constexpr, J: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, CA: tl.constexpr,
     CB: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, EPS: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``attend_projected`` for T tokens of each sequence; grid (splits, J * GROUPS, B).
 
@@ -71,7 +73,12 @@ def attend_few_projected(
     head = j * G + o_r % G
     o_ca = tl.arange(0, CA)
     o_cb = CA + tl.arange(0, CB if CB else 16)
-    wait_for_previous(PDL)
+    k_j = k + b * stride_kb + j * stride_kj
+    v_j = v + b * stride_vb + j * stride_vj
+    angle_t = ((b * T + t) * HALF)[:, None]
+    # What may be read before the wait, and why: as in attend_projected.
+    if not EARLY:
+        wait_for_previous(PDL)
     stop = tl.load(positions + b * T).to(tl.int32)
     start = 0
     since = None
@@ -80,10 +87,15 @@ def attend_few_projected(
         since = stop + t - (WINDOW - 1)
     # The last program has nothing but the tokens themselves, unless it is alone.
     first, last = share_of(split, tl.maximum(tl.num_programs(0) - 1, 1), start, stop, BN)
+    turns = load_turns(w, cos + angle_t, sin + angle_t, head, ok, C, CA, CB, HALF, HAS_NORM)
+    earlier = first + tl.arange(0, BN)
+    inside = earlier < last
+    block = load_keys(k_j, v_j, earlier, inside, stride_km, stride_vm, C, CA, CB, C, CA, CB, False)
+    if EARLY:
+        wait_for_previous(PDL)
     p = projected + b * stride_pb
     p_t = (p + t.to(tl.int64) * stride_pt)[:, None]
-    angle_t = ((b * T + t) * HALF)[:, None]
-    q_a, q_b = place_heads(p_t, w, cos + angle_t, sin + angle_t, head, ok, C, CA, CB, HALF, HAS_NORM, EPS)
+    q_a, q_b = place_heads(p_t, head, ok, turns, C, CA, CB, HALF, HAS_NORM, EPS)
     top = tl.full((BH,), float("-inf"), tl.float32)
     total = tl.zeros((BH,), tl.float32)
     acc_a = tl.zeros((BH, CA), tl.float32)
@@ -93,15 +105,19 @@ def attend_few_projected(
         new = o_t < T
         p_new = (p + o_t.to(tl.int64) * stride_pt)[:, None]
         angle_new = ((b * T + tl.minimum(o_t, T - 1)) * HALF)[:, None]
-        k_a, k_b = place_heads(
-            p_new, w, cos + angle_new, sin + angle_new, H + j + 0 * o_t, new, C, CA, CB, HALF, HAS_NORM, EPS
-        )
+        at_v = p_new + (H + J + j) * C
+        inside_a = new[:, None] & (o_ca[None, :] < C)
+        inside_b = new[:, None] & (o_cb[None, :] < C)
+        v_a = tl.load(at_v + o_ca[None, :], mask=inside_a, other=0.0)
+        if CB:
+            v_b = tl.load(at_v + o_cb[None, :], mask=inside_b, other=0.0)
+        keys = H + j + 0 * o_t
+        key_turns = load_turns(w, cos + angle_new, sin + angle_new, keys, new, C, CA, CB, HALF, HAS_NORM)
+        k_a, k_b = place_heads(p_new, keys, new, key_turns, C, CA, CB, HALF, HAS_NORM, EPS)
         k_a = drop_infinite(k_a)
         k_b = drop_infinite(k_b)
         slots = (stop + o_t).to(tl.int64)[:, None]
-        to_k = k + b * stride_kb + j * stride_kj + slots * stride_km
-        inside_a = new[:, None] & (o_ca[None, :] < C)
-        inside_b = new[:, None] & (o_cb[None, :] < C)
+        to_k = k_j + slots * stride_km
         tl.store(to_k + o_ca[None, :], k_a, mask=(group == 0) & inside_a)
         scores = score_tokens(q_a, k_a, T)
         if CB:
@@ -115,19 +131,22 @@ def attend_few_projected(
         # Where no score is a number, the largest may be -inf.
         weights = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
         total = tl.sum(weights, 1)
-        at_v = p_new + (H + J + j) * C
-        to_v = v + b * stride_vb + j * stride_vj + slots * stride_vm
-        v_a = drop_infinite(tl.load(at_v + o_ca[None, :], mask=inside_a, other=0.0))
+        to_v = v_j + slots * stride_vm
+        v_a = drop_infinite(v_a)
         tl.store(to_v + o_ca[None, :], v_a, mask=(group == 0) & inside_a)
         acc_a = tl.dot(weights.to(v_a.dtype), v_a, acc_a, input_precision="ieee")
         if CB:
-            v_b = drop_infinite(tl.load(at_v + o_cb[None, :], mask=inside_b, other=0.0))
+            v_b = drop_infinite(v_b)
             tl.store(to_v + o_cb[None, :], v_b, mask=(group == 0) & inside_b)
             acc_b = tl.dot(weights.to(v_b.dtype), v_b, acc_b, input_precision="ieee")
-    top, total, acc_a, acc_b = attend_slots(
-        q_a, q_b, k + b * stride_kb + j * stride_kj, v + b * stride_vb + j * stride_vj, None, stride_km, stride_vm,
-        first, last, top, total, acc_a, acc_b, SCALE, C, CA, CB, C, CA, CB, False, False, BN, STAGES, since,
-    )  # fmt: skip
+    if first < last:
+        top, total, acc_a, acc_b = attend_block(
+            q_a, q_b, block, earlier, inside, top, total, acc_a, acc_b, since, None, SCALE, CB, CB
+        )
+        top, total, acc_a, acc_b = attend_slots(
+            q_a, q_b, k_j, v_j, None, stride_km, stride_vm, first + BN, last, top, total, acc_a, acc_b, SCALE, C, CA,
+            CB, C, CA, CB, False, False, BN, STAGES, since,
+        )  # fmt: skip
     leave_sums(sums, tops, totals, (b * T + t) * H + head, split, ok, top, total, acc_a, acc_b, C, CA, CB)
 
 
@@ -215,7 +234,8 @@ def attend_projected_few_(
         projected_BTN, norm_HC, cos_BTR, sin_BTR, positions_BT, k_BJMC, v_BJMC, sums, tops, totals,
         *projected_BTN.stride()[:2], *k_BJMC.stride()[:3], *v_BJMC.stride()[:3], T=tokens,
         BT=max(triton.next_power_of_2(tokens), 16), H=heads, J=kv_heads, SCALE=scale, WINDOW=window, GROUPS=groups,
-        C=size, CA=ca, CB=cb, HALF=half, HAS_NORM=norm_HC is not None, EPS=eps, **block_options(settings),
+        C=size, CA=ca, CB=cb, HALF=half, HAS_NORM=norm_HC is not None, EPS=eps, EARLY=settings.early,
+        **block_options(settings),
     )  # fmt: skip
     out_N1HC = sum_splits(sums, tops, totals, gate_NU, projected_BTN.dtype, settings)
     return out_N1HC.view(batch, tokens, heads, size)
