@@ -26,20 +26,24 @@ class DeltaSettings:
     columns: of the state, that one program holds at a time, a power of two.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later. The state is then read
         before the launch in front is over, so that one must not write it.
+    key_lanes: key channels that lie side by side in the lanes of a warp, a power of two; 0 is the kernel whose warps
+        share the key channels. With them, ``columns`` are those of one warp, and ``why_not_lanes`` must be silent.
     """
 
     heads: int
     columns: int
     warps: int
     pdl: bool = False
+    key_lanes: int = 0
 
     def __post_init__(self) -> None:
         if self.heads < 0:
             raise ValueError(f"heads={self.heads} must be 0, or a divisor of the value heads of one key head")
-        for name, least in (("columns", 1), ("warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two")
+        for name in ("columns", "warps"):
+            if not _is_power(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a power of two")
+        if self.key_lanes and not _is_power(self.key_lanes):
+            raise ValueError(f"key_lanes={self.key_lanes} must be 0 or a power of two")
 
 
 def delta_settings_to_ints(settings: DeltaSettings) -> list[int]:
@@ -49,10 +53,10 @@ def delta_settings_to_ints(settings: DeltaSettings) -> list[int]:
 
 def delta_settings_from_ints(values: Sequence[int]) -> DeltaSettings:
     """Read what ``delta_settings_to_ints`` wrote."""
-    if len(values) != 4:
-        raise ValueError(f"{len(values)} integers came; settings of DeltaNet are 4, as delta_settings_to_ints writes")
-    heads, columns, warps, pdl = values
-    return DeltaSettings(heads, columns, warps, bool(pdl))
+    if len(values) != 5:
+        raise ValueError(f"{len(values)} integers came; settings of DeltaNet are 5, as delta_settings_to_ints writes")
+    heads, columns, warps, pdl, key_lanes = values
+    return DeltaSettings(heads, columns, warps, bool(pdl), key_lanes)
 
 
 def default_delta_settings(config: DeltaConfig, batch: int, /, *, target: Target = "cuda") -> DeltaSettings:
@@ -76,6 +80,18 @@ def default_delta_settings(config: DeltaConfig, batch: int, /, *, target: Target
     lanes = 64 if target == "hip" else 32
     warps = min(max(rows * columns // 4096, 1), 512 // lanes)
     return DeltaSettings(0, columns, warps, pdl=target == "hopper")
+
+
+def why_not_lanes(config: DeltaConfig, heads: int, settings: DeltaSettings, /) -> str:
+    """Say why the kernel with key channels in lanes does not take a layer, so many heads at a time; or nothing."""
+    sizes = (heads, config.key_size, config.value_size)
+    if not all(map(_is_power, sizes)):
+        return f"value heads of a program, key and value channels are {sizes}, not all powers of two"
+    if settings.columns > config.value_size or settings.key_lanes > config.key_size:
+        return f"{settings.key_lanes} key channels and {settings.columns} columns of a warp are more than {sizes[1:]}"
+    if config.conv_size < 2:
+        return "a convolution of one tap has no past inputs"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +160,10 @@ def _heads_within(config: DeltaConfig, tile: int) -> int:
 
 def _state_size(config: DeltaConfig, heads: int) -> int:
     return _round_up(heads) * _round_up(config.key_size) * _round_up(config.value_size)
+
+
+def _is_power(size: int) -> bool:
+    return size > 0 and size & (size - 1) == 0
 
 
 def _round_up(size: int) -> int:

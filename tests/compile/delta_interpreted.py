@@ -26,6 +26,8 @@ CONFIGS = {
     "three": DeltaConfig(2, 6, 7, 9, 3, EPS),
     "wide": DeltaConfig(1, 4, 6, 24, 4, EPS),
     "taps": DeltaConfig(2, 4, 6, 5, 9, EPS),
+    "powers": DeltaConfig(2, 4, 8, 16, 4, EPS),
+    "two taps": DeltaConfig(3, 3, 16, 8, 2, EPS),
 }
 WHOLE = DeltaSettings(0, 32, 4)
 SETTINGS = {
@@ -33,6 +35,8 @@ SETTINGS = {
     "blocks": replace(WHOLE, columns=4),
     "one head": replace(WHOLE, heads=1),
     "one head, blocks": DeltaSettings(1, 8, 2),
+    "lanes": DeltaSettings(0, 4, 2, key_lanes=4),
+    "lanes of one head": DeltaSettings(1, 8, 1, key_lanes=2),
 }
 # Relative to the largest element. The interpreter cuts bfloat16 off instead of rounding it, so float16 stands for it.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -85,11 +89,13 @@ def run_kernel(projected, cache, params, config, settings, arrivals):
 
 
 # Each costs seconds in the interpreter.
-CASES = [(config, "whole", torch.float32) for config in CONFIGS]
+CASES = [(config, "whole", torch.float32) for config in CONFIGS if config not in ("powers", "two taps")]
 CASES += [("alone", "blocks", torch.float32), ("wide", "blocks", torch.float32), ("odd", "one head", torch.float32)]
 CASES += [("three", "one head", torch.float32), ("wide", "one head, blocks", torch.float32)]
 CASES += [(config, "whole", torch.float16) for config in ("odd", "alone", "taps")]
 CASES += [("wide", "one head, blocks", torch.float16)]
+CASES += [("powers", how, torch.float32) for how in ("lanes", "lanes of one head")]
+CASES += [("two taps", "lanes", torch.float32), ("powers", "lanes", torch.float16)]
 
 
 @pytest.mark.parametrize(("name", "how", "dtype"), CASES, ids=str)

@@ -85,6 +85,14 @@ def test_one_head_of_several_fits(target):
     assert find_misfits(launches, target) == []
 
 
+@pytest.mark.parametrize("target", SHARED_LIMITS)
+def test_key_channels_in_lanes_fit(target):
+    tried = (DeltaSettings(0, 16, 16, key_lanes=8), DeltaSettings(1, 16, 8, key_lanes=8))
+    launches = [launch for settings in tried for launch in launches_of(QWEN, settings)]
+    assert {launch.kernel.__name__ for launch in launches} == {"delta_token_lanes"}
+    assert find_misfits(launches, target) == []
+
+
 def test_other_dtypes_and_dependent_launch_fit():
     settings = default_delta_settings(QWEN, 1)
     launches = launches_of(QWEN, replace(settings, pdl=True))
@@ -113,7 +121,9 @@ def test_wrong_settings_are_refused():
         DeltaSettings(0, 48, 4)
     with pytest.raises(ValueError, match="warps=3 must be a power of two"):
         DeltaSettings(0, 64, 3)
-    with pytest.raises(ValueError, match="3 integers came; settings of DeltaNet are 4"):
+    with pytest.raises(ValueError, match="key_lanes=3 must be 0 or a power of two"):
+        DeltaSettings(0, 64, 4, key_lanes=3)
+    with pytest.raises(ValueError, match="3 integers came; settings of DeltaNet are 5"):
         delta_settings_from_ints([0, 1, 1])
 
 
@@ -153,6 +163,23 @@ def test_heads_that_do_not_divide_or_lack_a_count_are_refused():
         decode_delta_(*tensors, config, DeltaSettings(2, 64, 4))
     with pytest.raises(ValueError, match="need arrivals"):
         decode_delta_(*tensors, config, DeltaSettings(2, 64, 4), arrivals_BG=torch.zeros(2, 2))
+
+
+LANES = DeltaSettings(0, 16, 8, key_lanes=8)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "match"),
+    [
+        (CONFIGS["odd"], LANES, r"are \(3, 96, 80\), not all powers of two; use key_lanes=0"),
+        (QWEN, replace(LANES, columns=256), r"8 key channels and 256 columns of a warp are more than \(128, 128\)"),
+        (replace(QWEN, conv_size=1), LANES, "a convolution of one tap has no past inputs"),
+    ],
+    ids=["sizes", "columns", "taps"],
+)
+def test_key_channels_in_lanes_that_do_not_fit_are_refused(config, settings, match):
+    with pytest.raises(ValueError, match=match):
+        check_shares(config, settings, None, 1, on_cuda=False)
 
 
 @pytest.mark.parametrize(("columns", "on_cuda", "refused"), [(32, True, True), (64, True, False), (32, False, False)])

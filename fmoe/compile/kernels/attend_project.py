@@ -29,7 +29,7 @@ from .launch import wait_for_previous
 
 @triton.jit
 def load_turn(w, cos, sin, rows, ok, o_c, C: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Load what norm and rotation take besides the heads, for channels o_c: their weights, those of their pairs, angles.
+    """Load what norm and rotation take besides the heads: weights of channels o_c and of their pairs, angles.
 
     Channels (r, r + HALF) are a pair. All heads are of the token at cos and sin; where these are columns of pointers,
     each is of a token of its own.

@@ -17,48 +17,14 @@ from torch import Tensor
 
 from fmoe.functional.deltanet import DeltaConfig
 
-from ..delta_settings import LEAST_COLUMNS, DeltaSettings
+from ..delta_settings import LEAST_COLUMNS, DeltaSettings, why_not_lanes
+from .delta_lanes import delta_token_lanes
+from .delta_parts import add_pair, add_triple
+from .delta_parts import silu as silu
+from .delta_parts import softplus as softplus
 from .launch import launch_options, wait_for_previous
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@triton.jit
-def add_pair(a0, a1, b0, b1):
-    """Add two sums side by side."""
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def add_triple(a0, a1, a2, b0, b1, b2):
-    """Add three sums side by side."""
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@triton.jit
-def silu(v):
-    """v sigmoid(v)."""
-    return v / (1.0 + tl.exp(-v))
-
-
-@triton.jit
-def softplus(v):
-    """log(1 + exp(v)); the quotient keeps what 1 + exp(v) rounds away."""
-    e = tl.exp(tl.minimum(v, 20.0))
-    u = 1.0 + e
-    exact = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
-    return tl.where(v > 20.0, v, exact)
-
-
-@triton.jit
-def load_taps(window, row, o_n, o_w, inside, W: tl.constexpr, N: tl.constexpr):
-    """Load the W inputs of the convolution at channels o_n, the window's rows and then the token's own, as one tile.
-
-    Vectors shorter than the program's threads are loaded by each thread that needs a part; a tile is loaded once.
-    """
-    past = tl.load(window + o_w * N + o_n, mask=inside & (o_w < W - 1), other=0.0)
-    present = tl.load(row + 0 * o_w + o_n, mask=inside & (o_w == W - 1), other=0.0)
-    return tl.where(o_w == W - 1, present, past)
 
 
 @triton.jit
@@ -149,10 +115,15 @@ def delta_token(
     weight = tl.load(norm + o_v, mask=o_v < V, other=0.0)
     rate = tl.load(decay + h, mask=inside_r, other=0.0)
     bias = tl.load(dt_bias + h, mask=inside_r, other=0.0)
+    # Past inputs and the token's own, as one tile: vectors shorter than the program's threads would be loaded by each
+    # thread that needs a part.
+    past_q = tl.load(window + w_q * N + n_q, mask=inside_q & (w_q < W - 1), other=0.0)
+    past_k = tl.load(window + w_q * N + G * K + n_q, mask=inside_q & (w_q < W - 1), other=0.0)
+    past_v = tl.load(window + w_v * N + n_v, mask=inside_x & (w_v < W - 1), other=0.0)
     wait_for_previous(PDL)
-    x_q = load_taps(window, row, n_q, w_q, inside_q, W, N)
-    x_k = load_taps(window, row, G * K + n_q, w_q, inside_q, W, N)
-    x_v = load_taps(window, row, n_v, w_v, inside_x, W, N)
+    x_q = tl.load(row + 0 * w_q + n_q, mask=inside_q & (w_q == W - 1), other=past_q)
+    x_k = tl.load(row + 0 * w_q + G * K + n_q, mask=inside_q & (w_q == W - 1), other=past_k)
+    x_v = tl.load(row + 0 * w_v + n_v, mask=inside_x & (w_v == W - 1), other=past_v)
     z = tl.load(row + N + values, mask=inside_v, other=0.0).to(tl.float32)
     b_in = tl.load(row + N + H * V + h, mask=inside_r, other=0.0).to(tl.float32)
     a_in = tl.load(row + N + H * V + H + h, mask=inside_r, other=0.0).to(tl.float32)
@@ -244,10 +215,13 @@ def check_shares(
     """Refuse settings that the layer does not allow; return the value heads of one program."""
     ratio = config.value_heads // config.key_heads
     heads = settings.heads or ratio
-    if on_cuda and settings.columns < min(triton.next_power_of_2(config.value_size), LEAST_COLUMNS):
-        raise ValueError(f"columns={settings.columns} must be at least {LEAST_COLUMNS}: fewer gave wrong sums on sm_90")
     if ratio % heads:
         raise ValueError(f"heads={heads} must divide the {ratio} value heads of one key head")
+    if settings.key_lanes:
+        if reason := why_not_lanes(config, heads, settings):
+            raise ValueError(f"{reason}; use key_lanes=0")
+    elif on_cuda and settings.columns < min(triton.next_power_of_2(config.value_size), LEAST_COLUMNS):
+        raise ValueError(f"columns={settings.columns} must be at least {LEAST_COLUMNS}: fewer gave wrong sums on sm_90")
     if heads < ratio and (
         arrivals_BG is None
         or arrivals_BG.shape != (batch, config.key_heads)
@@ -299,7 +273,19 @@ def decode_delta_(
     y_BTN = projected_BTN.new_empty(batch, 1, config.value_heads * config.value_size)
     if batch == 0:
         return y_BTN
-    delta_token[(batch * config.key_heads * (ratio // heads),)](
+    grid = (batch * config.key_heads * (ratio // heads),)
+    if settings.key_lanes:
+        threads = (64 if torch.version.hip else 32) * settings.warps
+        delta_token_lanes[grid](
+            projected_BTN.contiguous(), window_BWN, state_BHKV, w_conv_WN.contiguous(), decay_H.contiguous(),
+            dt_bias_H.contiguous(), norm_V.contiguous(), y_BTN, arrivals_BG if heads < ratio else None,
+            G=config.key_heads, RATIO=ratio, R=heads, K=config.key_size, V=config.value_size, W=config.conv_size,
+            I=settings.key_lanes, D=settings.columns, PAIRS=max(2, threads // config.key_size), EPS=config.eps,
+            SCALE=config.key_size**-0.5, THREADS=threads, PDL=settings.pdl, num_warps=settings.warps,
+            **launch_options(settings.pdl),
+        )  # fmt: skip
+        return y_BTN
+    delta_token[grid](
         projected_BTN.contiguous(), window_BWN, state_BHKV, w_conv_WN.contiguous(), decay_H.contiguous(),
         dt_bias_H.contiguous(), norm_V.contiguous(), y_BTN, arrivals_BG if heads < ratio else None,
         G=config.key_heads, RATIO=ratio, R=heads, RP=triton.next_power_of_2(heads), K=config.key_size,

@@ -19,7 +19,8 @@ from fmoe.functional.cache import PendingDelta
 from fmoe.functional.deltanet import DeltaConfig
 
 from ..delta_settings import VerifySettings, why_not_verify
-from .delta_decode import DTYPES, add_pair, load_state, silu, softplus
+from .delta_decode import DTYPES, load_state
+from .delta_parts import add_pair, silu, softplus
 from .launch import launch_options, wait_for_previous
 
 
