@@ -17,7 +17,7 @@ def prefill(model: Model, prompt: Prompt, *, state: State | None = None) -> Stat
     """Run a prompt and give what the model remembers of it, from which any number of texts can go on.
 
     ``generate(model, "", state=prefill(model, prompt))`` gives what ``generate(model, prompt)`` does, bit for bit, and
-    so does a prompt that is run part by part wherever the parts are multiples of ``decoding.PREFILL_CHUNK`` tokens;
+    so does a prompt that is run part by part wherever the parts are multiples of ``chunks.choose_chunk`` tokens;
     other parts differ in rounding alone.
 
     Args:

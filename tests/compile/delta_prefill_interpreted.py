@@ -192,12 +192,14 @@ def test_the_layer_equals_the_reference(dtype, rng):
     own = DeltaCache(*(part.clone() for part in cache))
     projected = draw(1, 70, sum(config.split_sizes)).to(dtype)
 
+    # in bfloat16 the rounding of values decides; the reference in it errs as much
+    cache, wide = (type(parts)(*(part.float() for part in parts)) for parts in (cache, params))
     y, expected = (
         delta_prefill_kernels(projected, own, params, config),
-        delta_mix(projected, cache, params, config),
+        delta_mix(projected.float(), cache, wide, config),
     )
 
-    for one, other, error in ((y, expected, 2e-3), (own.state_BHKV, cache.state_BHKV, 1e-3)):
-        assert one.dtype == other.dtype
+    assert (y.dtype, own.state_BHKV.dtype) == (dtype, F32)
+    for one, other, error in ((y, expected, 1.2e-2), (own.state_BHKV, cache.state_BHKV, 5e-3)):
         near = 1e-6 if dtype == F32 else error
         assert (one.double() - other.double()).norm() <= near * other.double().norm()

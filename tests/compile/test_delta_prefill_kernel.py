@@ -110,6 +110,13 @@ def test_wrong_tensors_are_refused(name):
         chunk_delta(*tensors.values(), default_chunk_settings(96, 80, F32))
 
 
+def test_heads_that_do_not_share_are_refused():
+    tensors = arguments("odd", F32, tokens=70)
+    shared = {name: tensors[name][:, :, :2] for name in ("q", "k")}
+    with pytest.raises(ValueError, match="the 3 heads of v must be a multiple of the 2 heads of q and k"):
+        chunk_delta(*(tensors | shared).values(), default_chunk_settings(96, 80, F32))
+
+
 def test_too_many_key_channels_are_refused():
     tensors = arguments("odd", F16)
     v, g, beta = (tensors[name] for name in ("v", "g", "beta"))

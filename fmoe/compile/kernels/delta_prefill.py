@@ -9,8 +9,8 @@ columns of one head's state, which it keeps in registers. With D_i = exp(g_1 + .
 Log decays are summed from the start of each chunk, in float64: differences of two sums keep what stands behind a strong
 decay. All exponents are of numbers <= 0.
 
-Letters: B sequences, T tokens, H heads, K key channels, V value channels, BV of them at a time, C tokens of a chunk,
-N chunks.
+Letters: B sequences, T tokens, H heads (RATIO of them share a head of queries and keys), K key channels, V value
+channels, BV of them at a time, C tokens of a chunk, N chunks.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
 
