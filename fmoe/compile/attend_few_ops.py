@@ -35,17 +35,17 @@ LIBRARY.define(
 )
 
 
-def _settings(values: Sequence[int], tokens: int, heads: int, k: Tensor) -> AttendSettings:
+def _settings(values: Sequence[int], tokens: int, heads: int, k: Tensor, *, own: bool) -> AttendSettings:
     """Read settings, or where none came, choose by rule."""
     if values:
         return attend_settings_from_ints(values)
     batch, kv_heads, slots, size = k.shape
     target = target_of(k.device)
-    return default_attend_settings(batch, heads, kv_heads, size, slots, k.dtype, target=target, tokens=tokens)
+    return default_attend_settings(batch, heads, kv_heads, size, slots, k.dtype, target=target, tokens=tokens, own=own)
 
 
 def _attend_few(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, settings: Sequence[int]) -> Tensor:
-    chosen = _settings(settings, q.shape[1], q.shape[2], k)
+    chosen = _settings(settings, q.shape[1], q.shape[2], k, own=False)
     return attend_few_tokens(q, k, v, lengths.contiguous(), chosen, scale=scale)
 
 
@@ -67,7 +67,7 @@ def _attend_few_step(
     window: int,
     settings: Sequence[int],
 ) -> Tensor:
-    chosen = _settings(settings, projected.shape[1], heads, k)
+    chosen = _settings(settings, projected.shape[1], heads, k, own=True)
     return attend_projected_few_(
         projected, norm, cos.contiguous(), sin.contiguous(), positions.contiguous(), k, v, chosen,
         heads=heads, eps=eps, scale=scale, window=window,

@@ -37,12 +37,12 @@ LIBRARY.define(
 )
 
 
-def _settings(values: Sequence[int], heads: int, k: Tensor) -> AttendSettings:
+def _settings(values: Sequence[int], heads: int, k: Tensor, *, own: bool) -> AttendSettings:
     """Read settings, or where none came, choose by rule."""
     if values:
         return attend_settings_from_ints(values)
     batch, kv_heads, slots, size = k.shape
-    return default_attend_settings(batch, heads, kv_heads, size, slots, k.dtype, target=target_of(k.device))
+    return default_attend_settings(batch, heads, kv_heads, size, slots, k.dtype, target=target_of(k.device), own=own)
 
 
 def _attend_decode(
@@ -56,7 +56,7 @@ def _attend_decode(
     window: int,
     settings: Sequence[int],
 ) -> Tensor:
-    chosen = _settings(settings, q.shape[2], k)
+    chosen = _settings(settings, q.shape[2], k, own=False)
     return attend_one_token(q, k, v, mask, lengths, gate, chosen, scale=scale, window=window)
 
 
@@ -79,7 +79,7 @@ def _attend_step(
     window: int,
     settings: Sequence[int],
 ) -> Tensor:
-    cos, sin, chosen = cos[:, 0].contiguous(), sin[:, 0].contiguous(), _settings(settings, heads, k)
+    cos, sin, chosen = cos[:, 0].contiguous(), sin[:, 0].contiguous(), _settings(settings, heads, k, own=True)
     return attend_projected_token_(
         projected[:, 0], norm, cos, sin, positions[:, 0], k, v, mask, chosen,
         heads=heads, eps=eps, scale=scale, window=window,

@@ -103,6 +103,7 @@ def default_attend_settings(
     *,
     target: Target = "cuda",
     tokens: int = 1,
+    own: bool = False,
 ) -> AttendSettings:
     """Choose settings by rule.
 
@@ -115,6 +116,7 @@ def default_attend_settings(
         dtype: of the cache.
         target: what the kernels are compiled for; AMD's shared memory holds less.
         tokens: of each sequence.
+        own: whether one more program takes the new tokens' own keys, as where these come as projected.
 
     Returns:
         AttendSettings.
@@ -132,7 +134,8 @@ def default_attend_settings(
     programs = batch * kv_heads * -(-tokens * heads // (kv_heads * rows))
     # Every split leaves a sum for each token: fewer are read back faster.
     wanted = PROGRAMS if tokens <= 2 else PROGRAMS // 2
-    splits = min(-(-wanted // programs), -(-slots // block), MOST_SPLITS)
+    splits = min(-(-wanted // programs), -(-slots // block))
+    splits = min(splits + 1 if own and splits > 1 else splits, MOST_SPLITS)
     # More would not fit into the shared memory of GPUs that are not made for data centres.
     stages = 1 if target == "hip" else 2 if wide or size > 128 else 3
     # Threads enough to hold a block of keys and one of values besides the queries.

@@ -126,6 +126,8 @@ def test_default_settings_share_a_cache_among_many_programs(batch):
     settings = default_attend_settings(batch, 16, 2, 256, 32768, torch.bfloat16)
     assert settings.splits == {1: 128, 8: 16, 300: 1}[batch]
     assert default_attend_settings(batch, 16, 2, 256, 1, torch.bfloat16).splits == 1
+    own = default_attend_settings(batch, 16, 2, 256, 32768, torch.bfloat16, own=True)
+    assert own.splits == {1: 128, 8: 17, 300: 1}[batch]
     assert attend_settings_from_ints(decode_settings_to_ints(settings)) == settings
 
 
