@@ -27,7 +27,7 @@ from .plan import (
     default_choice,
     runs_up_to,
 )
-from .settings import TILED, Settings, Tile, default_settings, find_target, settings_from_ints, settings_to_ints
+from .settings import TABLED, TILED, Settings, Tile, default_settings, find_target, settings_from_ints, settings_to_ints
 
 MOST = 24  # candidates of one operator at one token count
 MOST_NEAR = 3
@@ -166,14 +166,14 @@ def list_starts(key: Key, device: Device, tokens: int, /) -> list[Settings]:
         return default_settings(count, experts, top_k, slots, hidden, width, dtype, target=target, quantize=quantize)
 
     found = {settings_at(tokens).path: settings_at(tokens)}
-    allowed = ["slots"] * (tokens <= 16) + ["grouped"] * (2 <= tokens <= 512) + ["sorted"] * (tokens >= 16)
+    allowed = ["slots"] * (tokens <= 16) + ["grouped", "split"] * (2 <= tokens <= 512) + ["sorted"] * (tokens >= 16)
     if settings_at(tokens).path == "quantized":
         found["sorted"] = settings_at(tokens, quantize=False)
     for count in (2, 4, 8, 16, 64, 256, 2048):
         settings = replace(settings_at(count), fuse_choice=False)
         if settings.path in allowed:
             found.setdefault(settings.path, settings)
-    turned = [replace(s, owners=not s.owners) for s in found.values() if s.path == "grouped"]
+    turned = [replace(s, owners=not s.owners) for s in found.values() if s.path in TABLED]
     launched = _turn_launches(found["slots"], device) if key.dtype == FP8 and tokens <= FUSED_TOKENS else []
     if launched and device.kind == "cuda":
         launched += _turn_launches(FP8_LAYER, device)
@@ -279,7 +279,7 @@ def list_tiles(key: Key, kind: str, tokens: int, device: Device, /) -> list[Tile
         shapes = ((128, 8), (64, 8), (64, 4))
         return [Tile(block, BLOCK, BLOCK, warps, stages) for block, warps in shapes for stages in (2, 3, 4)]
     load = tokens * key.sizes[1] / key.sizes[0]
-    if kind == "grouped":
+    if kind in TABLED:
         blocks = [16, 32, 64] if load > 8 else [16]
     else:
         blocks = [16, 32] if load <= 12 else [32, 64] if load <= 24 else [64, 128]
@@ -317,7 +317,7 @@ def _list_flags(settings: Settings, key: Key, device: Device, tokens: int) -> li
         changed += [replace(settings, descriptors=not settings.descriptors)] if dependent and not narrow else []
         changed += [replace(settings, programs=n * device.units) for n in (0, 1, 2, 3)]
         changed += [replace(settings, group=n) for n in (1, 4, 8, 16)]
-    if settings.path == "grouped":
+    if settings.path in TABLED:
         stages = settings.gate_up.stages
         vectors = [Tile(1, rows, _deep(key), 4, stages) for rows in (8, 4)] if narrow else [Tile(1, 16, 128, 4, stages)]
         for tile in [settings.gate_up] if settings.token_down else vectors:

@@ -12,9 +12,12 @@ import torch
 # How the experts run. SLOTS: one matrix-vector product for each (token, expert) pair. GROUPED: each expert's rows
 # together, its weights read once. SORTED: rows sorted by expert, tiles of a grouped product. QUANTIZED: as sorted, x
 # and h in FP8, too; rows that are not in bfloat16, and weights that are not in whole FP8 blocks, run as sorted.
-Path = Literal["slots", "grouped", "sorted", "quantized"]
-PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted", "quantized")
+# SPLIT: as grouped, each row of x and h the sum of two in FP8, so that no weight is converted; rows that are not in
+# bfloat16, and weights that are not in whole FP8 blocks, run as grouped.
+Path = Literal["slots", "grouped", "sorted", "quantized", "split"]
+PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted", "quantized", "split")
 TILED = ("sorted", "quantized")  # of any number of tokens
+TABLED = ("grouped", "split")  # which ask for the rows of each expert
 # What kernels are compiled for: CUDA devices of any kind, those with tensor memory access and 227 KB of shared memory
 # for a program, or AMD's.
 Target = Literal["cuda", "hopper", "hip"]
@@ -60,11 +63,12 @@ class Settings:
     router: the logits' block; tokens = 0 is a matrix-vector product for each token.
     splits: parts of D that the logits are summed in; the choice adds them in order.
     fuse_choice: slots only: each program of gate-up chooses the experts itself, which saves a launch.
-    token_down: slots and grouped: down sums all experts of a token in one program, with no second pass.
-    owners: grouped: one program row for each (token, expert) pair, and only the expert's first goes on; else one for
-        each expert.
+    token_down: slots, grouped and split: down sums all experts of a token in one program, with no second pass.
+    owners: grouped and split: one program row for each (token, expert) pair, and only the expert's first goes on; else
+        one for each expert.
     combine: columns of y that one program of the last sum writes.
-    programs: sorted: programs that share the tiles; 0 is one for each tile.
+    programs: sorted: programs that share the tiles; 0 is one for each tile. Split: programs that share an expert's
+        rows of down; 0 is one for each block of them.
     group: sorted: row tiles that are visited together for each block of weight rows.
     descriptors: sorted: weights, and what stands between the products, are read through tensor descriptors.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
@@ -160,11 +164,13 @@ def default_settings(
         if quantize and whole and target == "hopper" and tokens * top_k > 24 * experts:
             return _quantized(tokens * top_k / experts)
         like = default_settings(tokens, experts, top_k, slots, hidden, width, torch.bfloat16, target=target)
-        if like.path == "slots" and tokens == 1 and width % 128 == 0 and width * (top_k + slots) <= 8192:
+        like = _narrow(like, width, target)
+        if like.path == "slots" and tokens <= 2 and width % 128 == 0 and width * (top_k + slots) <= 8192:
             # All experts of a row at once: eight layers of Qwen3-Next took 358 us on an H200, one after the other 390.
-            down = Tile(1, 2, _round_up(width * (top_k + slots)), 4, 1)
-            return replace(_narrow(like, width, target), down=down)
-        return _narrow(like, width, target)
+            return replace(like, down=Tile(1, 2, _round_up(width * (top_k + slots)), 4, 1))
+        if like.path == "grouped" and whole and target == "hopper":
+            return _split(like)
+        return like
     pairs_per_expert = tokens * top_k / experts
     wide = dtype.itemsize > 2
     if tokens == 1:
@@ -247,6 +253,12 @@ def _narrow(settings: Settings, width: int, target: Target) -> Settings:
     if settings.token_down:
         return replace(settings, gate_up=tile, down=down)
     return replace(settings, gate_up=tile, down=tile, descriptors=False, programs=0)
+
+
+def _split(settings: Settings) -> Settings:
+    """Take the blocks of weights that are not converted."""
+    tile = Tile(settings.gate_up.tokens, 64, 128, 4, 4)
+    return replace(settings, path="split", gate_up=tile, down=tile, token_down=False, pdl=True)
 
 
 def _router(tokens: int, *, wide: bool, target: Target) -> Tile:

@@ -78,6 +78,13 @@ def can_pack(x: Tensor, w: Weight, /) -> bool:
     return isinstance(w, Fp8) and x.dtype == torch.bfloat16 and w.w.shape[-1] % BLOCK == 0 and not torch.version.hip
 
 
+def can_quantize(x: Tensor, *weights: Weight) -> bool:
+    """Tell whether products in FP8 take these weights: in blocks, all of which are whole."""
+    return x.dtype == torch.bfloat16 and all(
+        isinstance(w, Fp8) and not (w.w.shape[-1] % BLOCK or w.w.shape[-2] % BLOCK) for w in weights
+    )
+
+
 def check_fp8(w: Fp8, /, *, parts: int = 1, name: str = "w") -> None:
     """Refuse FP8 blocks that the kernels would read wrongly.
 

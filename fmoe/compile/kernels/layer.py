@@ -11,7 +11,7 @@ from torch import Tensor
 from fmoe.functional.quant import Fp8, Weight, weight_shape
 from fmoe.functional.routing import RouterConfig, Routing
 
-from ..settings import TILED, Settings
+from ..settings import TABLED, TILED, Settings
 from .fp8 import check_blocks, check_fp8, read_fp8, take_outer
 from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
 from .moe_prefill_fp8 import compute_experts_tiled
@@ -56,7 +56,7 @@ def check_tiles(w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
     vectors = settings.path == "slots"
     for name, w, tile, any_depth in (
         ("gate_up", w_gate_up_EPD, settings.gate_up, vectors),
-        ("down", w_down_EDF, settings.down, vectors or (settings.path == "grouped" and settings.token_down)),
+        ("down", w_down_EDF, settings.down, vectors or (settings.path in TABLED and settings.token_down)),
     ):
         check_blocks(w, tile.rows, 0 if any_depth else tile.depth, name=name)
 
@@ -159,7 +159,7 @@ def run_moe_layer(
     routing, table = route_tokens(x_TD, w_router_RD, bias_E, config, settings, slots=slots, computed=computed)
     if settings.path == "slots":
         return compute_experts_slots(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings, early=True)
-    if settings.path == "grouped":
+    if settings.path in TABLED:
         return compute_experts_tabled(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
     return compute_experts_tiled(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
 

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fmoe.functional.quant import BLOCK, Weight, weight_shape
+from fmoe.functional.quant import BLOCK, Fp8, Weight, weight_shape
 from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import Settings
-from .fp8 import split_weight
+from .fp8 import can_quantize, split_weight
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
+from .moe_split import compute_down_split, compute_gate_up_split, find_rows
 from .products import (
     down_part,
     down_products,
@@ -129,27 +130,6 @@ def down_token(
             out = down_products_fp8(h, w, s, ids, weights, t, pn, D, F, KS, BN, BK, STAGES)
     o_n = pn * BN + tl.arange(0, BN)
     tl.store(y + t.to(tl.int64) * D + o_n, out.to(y.dtype.element_ty), mask=o_n < D)
-
-
-@triton.jit
-def find_rows(
-    ids, counts, ranks, p, T, E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, OWNERS: tl.constexpr
-):
-    """Expert and range of its rows for program row p: first the shared slots tile by tile, then the routed experts."""
-    tiles = tl.cdiv(T, BM)
-    e = E + p // tiles
-    first = (p % tiles) * BM
-    last = tl.minimum(first + BM, T)
-    q = p - S * tiles
-    if q >= 0:
-        e = q
-        owner = q >= 0
-        if OWNERS:
-            e = tl.load(ids + q // K * (K + S) + q % K)
-            owner = tl.load(ranks + q) == 0
-        first = 0 * q
-        last = tl.where(owner, tl.load(counts + e), 0)
-    return e, first, last
 
 
 @triton.jit
@@ -309,6 +289,8 @@ def compute_experts_tabled(
     x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
 ) -> Tensor:
     """Run each expert once over its rows of the table; the formula of ``compute_experts_grouped``."""
+    if settings.path == "split" and can_quantize(x_TD, w_gate_up_EPD, w_down_EDF):
+        return compute_experts_split(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
     tokens, columns = routing.experts_TK.shape
     experts, top_k = table.counts_E.shape[0], table.ranks_TK.shape[1]
     slots, (_, hidden, width), tile = columns - top_k, weight_shape(w_down_EDF), settings.gate_up
@@ -332,3 +314,13 @@ def compute_experts_tabled(
         **launch_options(settings.pdl),
     )  # fmt: skip
     return combine(pairs_ND, routing.weights_TK, settings)
+
+
+def compute_experts_split(
+    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Fp8, w_down_EDF: Fp8, settings: Settings, /
+) -> Tensor:
+    """``compute_experts_tabled`` of weights in FP8 blocks that are not converted."""
+    h_NF = compute_gate_up_split(x_TD, routing, table, w_gate_up_EPD, settings)
+    if settings.token_down:
+        return sum_token_experts(h_NF, routing, w_down_EDF, settings, early=True)
+    return combine(compute_down_split(h_NF, routing, table, w_down_EDF, settings), routing.weights_TK, settings)

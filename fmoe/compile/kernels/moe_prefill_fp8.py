@@ -22,6 +22,7 @@ from fmoe.functional.quant import BLOCK, FP8, Fp8, Weight
 from fmoe.functional.routing import Routing
 
 from ..settings import Settings, Tile
+from .fp8 import can_quantize
 from .launch import launch_options, wait_for_previous
 from .moe_decode import combine
 from .moe_prefill import compute_experts_sorted, locate_tile
@@ -108,13 +109,6 @@ def down_quantized(
         at = y + target.to(tl.int64)[:, None] * D + pn * (2 * BN)
         store_rows(at, left, inside, pn * (2 * BN), D)
         store_rows(at + BN, right, inside, pn * (2 * BN) + BN, D)
-
-
-def can_quantize(x: Tensor, *weights: Weight) -> bool:
-    """Tell whether products in FP8 take these weights: in blocks, all of which are whole."""
-    return x.dtype == torch.bfloat16 and all(
-        isinstance(w, Fp8) and not (w.w.shape[-1] % BLOCK or w.w.shape[-2] % BLOCK) for w in weights
-    )
 
 
 def describe_blocks(tensor: Tensor, rows: int, /) -> TensorDescriptor:

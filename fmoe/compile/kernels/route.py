@@ -15,7 +15,7 @@ from torch import Tensor
 from fmoe.functional.quant import BLOCK
 from fmoe.functional.routing import RouterConfig, Routing
 
-from ..settings import Settings
+from ..settings import TABLED, Settings
 from .choice import choose_row as choose_row
 from .choice import ordered_key as ordered_key
 from .choice import round_to as round_to
@@ -285,7 +285,7 @@ def route_tokens(
     logits, counts_E = computed or compute_logits(x_TD, w_router_RD, settings, num_experts=config.num_experts)
     weights_TK = torch.empty(tokens, columns, dtype=torch.float32, device=x_TD.device)
     experts_TK = torch.empty(tokens, columns, dtype=torch.int32, device=x_TD.device)
-    has_table = settings.path == "grouped"
+    has_table = settings.path in TABLED
     table = empty_table(counts_E, tokens if has_table else 0, config.top_k, slots)
     constants = choice_constants(
         config,
