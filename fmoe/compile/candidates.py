@@ -173,6 +173,8 @@ def list_starts(key: Key, device: Device, tokens: int, /) -> list[Settings]:
         settings = replace(settings_at(count), fuse_choice=False)
         if settings.path in allowed:
             found.setdefault(settings.path, settings)
+    if "split" in found:
+        found.setdefault("grouped", replace(found["split"], path="grouped", pdl=False))
     turned = [replace(s, owners=not s.owners) for s in found.values() if s.path in TABLED]
     launched = _turn_launches(found["slots"], device) if key.dtype == FP8 and tokens <= FUSED_TOKENS else []
     if launched and device.kind == "cuda":
