@@ -6,6 +6,8 @@
     python -m bench moe-peers              one MoE layer against transformers and plain torch; as above
     python -m bench probe-cost             what the AITER boundary costs without AITER; as above
     python -m bench speculation            the demo with drafts of its own and without; as above
+    python -m bench states                 what a kept state saves: a second turn, several continuations; as above
+    python -m bench startup                from the start of a process to its first token, cached and not; as above
     python -m bench tuned                  what tuning chose against the rule, in turns; as above
 
 The targets are printed beside the ratios and never asserted. The exit status is 1 where tokens were wrong.
@@ -38,6 +40,8 @@ SCRIPTS = {
     "tuned": "bench.tuned",
     "probe-cost": "bench.probe_cost",
     "speculation": "bench.speculation",
+    "startup": "bench.startup",
+    "states": "bench.states",
 }
 HEADER = f"{'case':32} {'fmoe':>9} {'peer':>9}  {'ratio (quartiles)':20} {'target':>6}  peer is"
 
