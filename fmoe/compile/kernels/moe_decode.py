@@ -289,7 +289,11 @@ def compute_experts_tabled(
     x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
 ) -> Tensor:
     """Run each expert once over its rows of the table; the formula of ``compute_experts_grouped``."""
-    if settings.path == "split" and can_quantize(x_TD, w_gate_up_EPD, w_down_EDF):
+    if (
+        isinstance(w_gate_up_EPD, Fp8)
+        and isinstance(w_down_EDF, Fp8)
+        and (settings.path == "split" and can_quantize(x_TD, w_gate_up_EPD, w_down_EDF))
+    ):
         return compute_experts_split(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
     tokens, columns = routing.experts_TK.shape
     experts, top_k = table.counts_E.shape[0], table.ranks_TK.shape[1]
