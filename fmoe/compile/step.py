@@ -266,11 +266,15 @@ def _compile_lazily(
         _, decode, prefill = known.get(id(params)) or find(params)
         first = x if isinstance(x, Tensor) else x[0]
         get, traced = decode if few or first.dim() == 2 or first.shape[1] == 1 else prefill
-        variant: tuple[int, ...] = tuple(size == 1 for size in first.shape[:-1])
+        # Other parameters of one structure may come with other caches, which are traced anew: marked, too.
+        variant: tuple[int, ...] = (id(params), *(size == 1 for size in first.shape[:-1]))
         if few:
-            variant = (first.shape[0] == 1, first.shape[1])
-        elif first.shape[-2] > 1:
-            variant += tuple(getattr(argument, "visible_M", None) is None for argument in arguments)
+            variant = (id(params), first.shape[0] == 1, first.shape[1])
+        elif first.dim() > 2:
+            # A row's part of a cache begins behind the start of its memory, or at it, which is another graph.
+            variant += tuple(_begins_memory(argument) for argument in arguments)
+            if first.shape[1] > 1:
+                variant += tuple(getattr(argument, "visible_M", None) is None for argument in arguments)
         if variant in traced:
             return get()(x, params, *arguments)
         # Marks and the limit matter while tracing alone; this may trace. Each dtype and 0/1 variant is one more graph
@@ -282,6 +286,11 @@ def _compile_lazily(
         return y
 
     return call
+
+
+def _begins_memory(argument: Any) -> bool:
+    first = argument[0] if isinstance(argument, tuple) else argument
+    return not isinstance(first, Tensor) or first.storage_offset() == 0
 
 
 def _compile_sizes(name: str, function: Callable[..., Any], backend: str) -> Callable[..., Any]:

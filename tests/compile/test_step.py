@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fmoe import decoding
 from fmoe.architectures import compute_logits, start_step
 from fmoe.compile.select import choose
 from fmoe.compile.step import SLOTS, Cursor, Steps, advance_, cache_slots, compile_steps, visible_slots
@@ -99,6 +100,22 @@ def test_no_mix_of_lengths_and_batches_recompiles():
 
     assert count_graphs() == graphs
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("causally", [False, True], ids=["with a mask", "without"])
+def test_prompts_of_a_later_row_first_make_no_graph_for_each_length(causally, monkeypatch):
+    monkeypatch.setattr(decoding, "attends_causally", lambda model: causally)
+    model = make_model(4)
+    # a row's part of the caches: behind the start of their memory, and at it
+    for lengths in ([1, 5, 17], [1], [5], [1, 1]):
+        generate(model, model.graphs, draw_prompts(lengths))
+    graphs = count_graphs()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in ([17], [64], [2, 31], [100], [1, 250], [700]):
+            generate(model, model.graphs, draw_prompts(lengths))
+
+    assert count_graphs() == graphs
 
 
 def test_the_number_of_graphs_does_not_grow_with_the_layers():
