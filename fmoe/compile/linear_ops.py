@@ -12,7 +12,7 @@ from torch import Tensor
 from fmoe.functional.quant import Fp8, Weight, dequantize
 from fmoe.functional.quant import linear as linear_reference
 
-from .linear_settings import MAX_TOKENS, linear_from_ints
+from .linear_settings import FP8_TOKENS, MAX_TOKENS, linear_from_ints
 from .ops import Plans, find_plan
 from .plan import rows_from_ints, select_implementation
 
@@ -35,7 +35,7 @@ def _linear(
 ) -> Tensor:
     tokens = x.numel() // x.shape[-1]
     name, settings = select_implementation(plan, tokens)
-    if name == "triton" and 0 < tokens <= MAX_TOKENS:
+    if name == "triton" and 0 < tokens <= (MAX_TOKENS if scale is None else FP8_TOKENS):
         # No copy on a GPU; a CPU keeps some matrices by columns.
         weight = w.contiguous() if scale is None else Fp8(w, scale, rest)
         rows_TD = x.contiguous().view(tokens, x.shape[-1])

@@ -109,6 +109,8 @@ def default_linear_settings(
         if hidden <= 4096:
             return LinearSettings(2, max(128, _round_up(hidden)), 4, 1, 1, dot=False, pdl=pdl)
         return LinearSettings(4, 2048, 8, 1, 1, dot=False, pdl=pdl)
+    if dtype.itemsize == 1 and target == "hopper" and hidden % 128 == 0:
+        return _few_tokens(tokens, outputs, hidden)
     if tokens <= 1 or tokens * outputs <= FEW_OUTPUTS:
         rows = next((rows for rows in (8, 4, 2) if tokens * outputs >= rows * PROGRAMS), 1)
         depth = min((2 * BLOCK if dtype.itemsize == 1 else BLOCK) // rows, _round_up(hidden))
@@ -121,6 +123,21 @@ def default_linear_settings(
         splits *= 2
     stages = 2 if target == "hip" else 4
     return LinearSettings(rows, depth, 4, stages, splits, dot=True, pdl=False)
+
+
+def _few_tokens(tokens: int, outputs: int, hidden: int) -> LinearSettings:
+    """Choose for 2 to 64 tokens on Hopper: the fastest for Qwen3-Next's projections on an H200."""
+    wide, depth = outputs >= 8 * PROGRAMS, max(128, _round_up(hidden))
+    if tokens <= 8 and wide and hidden <= 2048:
+        return LinearSettings(16, depth, 4, 3, 1, dot=True, pdl=True, ahead=2, programs=STREAMS)
+    if tokens <= 8:
+        return LinearSettings(16, 1024, 4, 2, -(-hidden // 1024), dot=True, pdl=True, ahead=1, programs=STREAMS // 2)
+    if wide and tokens > 32:
+        return LinearSettings(128, 128, 8, 4, 1, dot=True, pdl=True, ahead=2)
+    if wide:
+        return LinearSettings(64, 128, 4, 3, 2, dot=True, pdl=True, ahead=2)
+    splits = 8 if tokens <= 32 else 4
+    return LinearSettings(64, 128, 4, 5 if tokens <= 32 else 4, splits, dot=True, pdl=True, ahead=2)
 
 
 def _round_up(size: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from .linear_settings import MAX_TOKENS, default_linear_settings, linear_to_ints
+from .linear_settings import FP8_TOKENS, MAX_TOKENS, default_linear_settings, linear_to_ints
 from .settings import PATHS, TILED, default_settings, find_target, settings_to_ints
 
 # How an operator runs. Of "moe": per_slot, loop, dense and grouped are the functions of functional/experts.py;
@@ -33,6 +33,7 @@ Operator = Literal["moe", "linear"]
 # Token counts that are measured. Any other one takes the nearest, by ratio.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LINEAR_BUCKETS = (1, 2, 4, 8)  # rows above are the library's; in FP8 blocks, which it does not read, those above 16
+FP8_BUCKETS = (16, 32, FP8_TOKENS)  # on Hopper, where kernels take more rows of FP8 blocks
 QUANTIZED_TOKENS = 512  # rows from which products in FP8 pay for the rounding
 FP8 = "float8_e4m3fn"
 NEAR = 4.0  # an entry stands in for token counts up to this ratio away
@@ -173,17 +174,26 @@ def make_plan(
         for bucket, bound in zip(buckets, bucket_bounds(buckets), strict=True)
     ]
     if key.operator == "linear":
-        end = MAX_TOKENS if key.dtype == FP8 else max(LINEAR_BUCKETS)
+        end = MAX_TOKENS if key.dtype == FP8 and not _multiplies_fp8(key, device, allowed) else max(LINEAR_BUCKETS)
         rows = [*(row if row.bound >= 0 else _bounded(row, end) for row in rows), *_rows_of_many(key, device, allowed)]
     return Plan(key, tuple(rows))
 
 
-def _rows_of_many(key: Key, device: Device, allowed: Sequence[Implementation]) -> list[Row]:
-    """Leave many rows to the library; on Hopper, those of FP8 blocks are rounded to FP8 from some number on."""
-    rows = [Row(-1, "library", (), "rule")]
+def _multiplies_fp8(key: Key, device: Device, allowed: Sequence[Implementation]) -> bool:
+    """Tell whether weights are in whole FP8 blocks and kernels for them are tuned for the device."""
     whole = key.dtype == FP8 and key.sizes[1] % 128 == 0
-    if whole and "triton" in allowed and find_target(device.kind, device.arch) == "hopper":
-        return [_bounded(rows[0], QUANTIZED_TOKENS - 1), Row(-1, "quantized", (), "rule")]
+    return whole and "triton" in allowed and find_target(device.kind, device.arch) == "hopper"
+
+
+def _rows_of_many(key: Key, device: Device, allowed: Sequence[Implementation]) -> list[Row]:
+    """Leave many rows to the library; on Hopper, those of FP8 blocks only from more than the kernel takes.
+
+    There they are rounded to FP8 from some number on.
+    """
+    rows = [Row(-1, "library", (), "rule")]
+    if _multiplies_fp8(key, device, allowed):
+        few = [Row(n, *_default_linear(key, device, n, allowed), "rule") for n in FP8_BUCKETS]
+        return [*few, _bounded(rows[0], QUANTIZED_TOKENS - 1), Row(-1, "quantized", (), "rule")]
     return rows
 
 

@@ -3,6 +3,8 @@
 The interpreter is chosen when Triton is imported, for the whole process, hence a process of its own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -18,15 +20,18 @@ from fmoe.functional.delta_drafts import select_pending
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
 EPS = 1e-5
-# G, H, K, V, W; nothing a power of two, one of each, a key head for each value head, more taps than tokens
+# G, H, K, V, W; nothing a power of two, one of each, a key head for each value head, more taps than tokens;
+# and powers of two
 CONFIGS = {
     "odd": DeltaConfig(3, 6, 12, 10, 4, EPS),
     "single": DeltaConfig(1, 1, 1, 1, 1, EPS),
     "alone": DeltaConfig(3, 3, 5, 20, 2, EPS),
     "three": DeltaConfig(2, 6, 7, 9, 3, EPS),
     "taps": DeltaConfig(1, 2, 6, 5, 7, EPS),
+    "powers": DeltaConfig(2, 4, 16, 16, 4, EPS),
 }
 WHOLE, PARTS = VerifySettings(0, 4), VerifySettings(1, 2)
+LANES = VerifySettings(0, 2, columns=4, key_lanes=4)
 # Relative to the largest element. The interpreter cuts bfloat16 off instead of rounding it, so float16 stands for it.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
 ROOM = 5
@@ -101,9 +106,11 @@ def counts_of(tokens, batch):
 # Each step costs half a second in the interpreter.
 CASES = [("odd", 2, WHOLE), ("odd", 3, WHOLE), ("three", 4, WHOLE), ("three", 2, PARTS), ("alone", 2, WHOLE)]
 CASES += [("single", 3, WHOLE), ("taps", 3, WHOLE)]
+CASES += [("powers", 2, LANES), ("powers", 3, LANES), ("powers", 3, replace(LANES, heads=1))]
 CASES = [(*case, torch.float32) for case in CASES] + [
     ("odd", 2, WHOLE, torch.float16),
     ("taps", 2, PARTS, torch.float16),
+    ("powers", 2, LANES, torch.float16),
 ]
 
 
@@ -243,7 +250,7 @@ def test_functionalized_graphs_write_the_cache(rng):
         assert_caches_agree(cache, expected_cache, 1e-5)
 
 
-@pytest.mark.parametrize("settings", [[], [1, 2, 0]], ids=["rule", "parts"])
+@pytest.mark.parametrize("settings", [[], [1, 2, 0, 0, 0]], ids=["rule", "parts"])
 def test_the_op_names_what_it_writes(settings, rng):
     config, dtype = CONFIGS["taps"], torch.float32
     params, cache = make_layer(config, rng, dtype), make_cache(config, 2, rng, dtype, room=2)

@@ -212,9 +212,10 @@ def test_candidates_of_projections_in_fp8_blocks(sizes: tuple[int, int], tokens:
         if candidate.implementation == "triton":
             settings = linear_from_ints(candidate.settings)
             assert settings.rows <= 128
-            assert not settings.dot or settings.depth <= 128
+            in_steps = settings.dot and not settings.programs  # programs that keep x take any depth
+            assert not in_steps or settings.depth <= 128
             assert not (settings.pdl and device is MI350)
-            assert not settings.dot or fits(linear_block(key, settings, tokens), device)
+            assert not in_steps or fits(linear_block(key, settings, tokens), device)
 
 
 def test_rows_are_wider_than_fp8_weights() -> None:

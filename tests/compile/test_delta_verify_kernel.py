@@ -126,7 +126,7 @@ def test_wrong_settings_are_refused():
         VerifySettings(-1, 4)
     with pytest.raises(ValueError, match="warps=3 must be a power of two"):
         VerifySettings(0, 3)
-    with pytest.raises(ValueError, match="2 integers came; settings over drafts are 3"):
+    with pytest.raises(ValueError, match="2 integers came; settings over drafts are 5"):
         verify_settings_from_ints([0, 1])
     with pytest.raises(ValueError, match="heads=3 must divide the 4 value heads"):
         launches_of(SMALL, VerifySettings(3, 4))

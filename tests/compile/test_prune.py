@@ -144,7 +144,7 @@ def reads(launches):
 @pytest.mark.parametrize("tokens", BUCKETS)
 def test_layers_in_fp8_blocks_can_be_launched(tokens):
     candidates = list_candidates(NARROW_KEY, H200, tokens, ("triton",), limit=60)
-    assert len(candidates) > 40
+    assert len(candidates) > 30
     for candidate in candidates:
         # record_candidate raises for a block that needs several factors
         found = reads(record_candidate(NARROW_KEY, tokens, candidate, Inputs(activations=torch.float16)))

@@ -99,7 +99,9 @@ def mix_in_steps(x_BTD, params, config, sizes):
     lengths_B, inv_freq, outputs = torch.zeros(B, dtype=torch.int64), rotary_frequencies(ROTARY), []
     for part in x_BTD.split(sizes, 1):
         placement = place_tokens(lengths_B, inv_freq, tokens=part.shape[1], slots=M - 1, dtype=torch.float32)
-        outputs.append(latent_mixer(part @ params.w_in_ND.T, params, cache, placement, config=config, kernels=Kernels()))
+        outputs.append(
+            latent_mixer(part @ params.w_in_ND.T, params, cache, placement, config=config, kernels=Kernels())
+        )
         lengths_B = lengths_B + part.shape[1]
     return torch.cat(outputs, 1), cache
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from fmoe.functional.cache import PendingDelta
 from fmoe.functional.deltanet import DeltaConfig
 
-from ..delta_settings import VerifySettings, why_not_verify
+from ..delta_settings import VerifySettings, why_not_lanes, why_not_verify
 from .delta_decode import DTYPES, load_state
 from .delta_parts import add_pair, silu, softplus
+from .delta_verify_lanes import delta_tokens_lanes
 from .launch import launch_options, wait_for_previous
 
 
@@ -303,19 +304,32 @@ def verify_delta_(
     heads = settings.heads or ratio
     if ratio % heads:
         raise ValueError(f"heads={heads} must divide the {ratio} value heads of one key head")
+    if settings.key_lanes and (reason := why_not_lanes(config, heads, settings)):
+        raise ValueError(f"{reason}; use key_lanes=0")
     y_BTN = projected_BTN.new_empty(batch, tokens, config.value_heads * config.value_size)
     if batch == 0:
         return y_BTN
-    parts = ratio // heads
+    parts, (key_size, value_size) = ratio // heads, (config.key_size, config.value_size)
     for start, count in ((0, parts - 1), (parts - 1, 1)):
-        if count:
-            delta_tokens[(batch * config.key_heads * count,)](
-                projected_BTN.contiguous(), *cache, *(part.stride(0) for part in cache[2:]), w_conv_WN.contiguous(),
-                decay_H.contiguous(), dt_bias_H.contiguous(), norm_V.contiguous(), kept_B.contiguous(), y_BTN,
-                START=start, PARTS=count, SHARED=start + count == parts, T=tokens, G=config.key_heads, RATIO=ratio,
-                R=heads, RP=triton.next_power_of_2(heads), K=config.key_size,
-                KP=triton.next_power_of_2(config.key_size), V=config.value_size,
-                VP=triton.next_power_of_2(config.value_size), W=config.conv_size, EPS=config.eps,
-                SCALE=config.key_size**-0.5, PDL=settings.pdl, num_warps=settings.warps, **launch_options(settings.pdl),
+        if not count:
+            continue
+        values = (
+            projected_BTN.contiguous(), *cache, *(part.stride(0) for part in cache[2:]), w_conv_WN.contiguous(),
+            decay_H.contiguous(), dt_bias_H.contiguous(), norm_V.contiguous(), kept_B.contiguous(), y_BTN, start, count,
+            start + count == parts, tokens, config.key_heads, ratio, heads,
+        )  # fmt: skip
+        sizes = {"W": config.conv_size, "EPS": config.eps, "SCALE": key_size**-0.5, "PDL": settings.pdl}
+        options = {"num_warps": settings.warps, **launch_options(settings.pdl)}
+        grid = (batch * config.key_heads * count,)
+        if settings.key_lanes:
+            threads = (64 if torch.version.hip else 32) * settings.warps
+            rows = max(triton.next_power_of_2(2 * tokens), threads // key_size)
+            delta_tokens_lanes[grid](
+                *values, K=key_size, V=value_size, I=settings.key_lanes, D=settings.columns, Q=rows, **sizes, **options
+            )
+        else:
+            delta_tokens[grid](
+                *values, RP=triton.next_power_of_2(heads), K=key_size, KP=triton.next_power_of_2(key_size),
+                V=value_size, VP=triton.next_power_of_2(value_size), **sizes, **options,
             )  # fmt: skip
     return y_BTN

@@ -1,0 +1,224 @@
+"""Projections of few tokens by weights in FP8 blocks: candidates held to float64, then timed; Qwen3-Next's shapes.
+
+    python -m bench.linear_few                              2 to 64 tokens, within a minute
+    python -m bench.linear_few --tokens 8,64 --shapes out
+
+Each figure is the median replay of a CUDA graph over so many weight sets that none is in the cache when it is read;
+with dependent launch, each starts before the one in front is over. Candidates are compiled in threads before.
+
+Letters: T tokens, N rows of the weights, M unquantised rows behind them, D summed dimension.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from bench.fp8_kernels import CACHE_BYTES, DTYPE, SEED, compile_only, empty_fp8
+from bench.moe_shapes import capture, time_graph
+from bench.tune_layers import draw_fp8
+from fmoe.compile.kernels.fp8 import read_fp8
+from fmoe.compile.kernels.linear import LinearSettings, default_linear_settings, run_linear
+from fmoe.functional.quant import FP8, Fp8, dequantize
+
+SHAPES = {"in": (12288, 64, 2048), "attention": (9216, 0, 2048), "out": (2048, 0, 4096)}  # N, M, D
+TOKENS = "2,3,4,8,16,32,64"
+GBPS = 4650  # of reading
+WORST = 3e-3  # error of the worst token; bfloat16 alone rounds by 1.7e-3
+THREADS = 15
+
+Case = tuple[str, int, LinearSettings]
+
+
+def kept(rows: int, depth: int, warps: int, stages: int, splits: int, programs: int, ahead: int = 2) -> LinearSettings:
+    """Matrix instructions over tokens that stay."""
+    return LinearSettings(rows, depth, warps, stages, splits, dot=True, pdl=True, ahead=ahead, programs=programs)
+
+
+def fours(rows: int, depth: int, warps: int, programs: int) -> LinearSettings:
+    """Values of FP8 by fours."""
+    return LinearSettings(rows, depth, warps, 1, 1, dot=False, pdl=True, programs=programs)
+
+
+def steps(rows: int, warps: int, stages: int, splits: int = 1, ahead: int = 2) -> LinearSettings:
+    """Matrix instructions over blocks of both operands."""
+    return LinearSettings(rows, 128, warps, stages, splits, dot=True, pdl=True, ahead=ahead)
+
+
+def list_wide(tokens: int, *, short: bool) -> Iterator[LinearSettings]:
+    """List candidates of many rows, D 2048; of ``short`` lists a few."""
+    if tokens <= 4:
+        yield from [fours(8, 2048, 4, 264), fours(16, 2048, 8, 264)]
+        if not short:
+            yield from [fours(8, 2048, 4, 396), fours(16, 2048, 8, 132), fours(4, 2048, 4, 528)]
+    if tokens <= 8:
+        yield from [kept(16, 2048, 8, 5, 1, 132), kept(16, 2048, 8, 3, 1, 264)]
+        if not short:
+            yield from [
+                kept(16, 2048, 16, 5, 1, 132), kept(16, 2048, 4, 3, 1, 264), kept(16, 2048, 16, 3, 1, 264),
+                kept(32, 2048, 8, 3, 1, 132), kept(16, 2048, 8, 5, 1, 132, ahead=0), kept(16, 2048, 8, 5, 1, 132, 4),
+                kept(16, 1024, 4, 5, 2, 198),
+            ]  # fmt: skip
+    elif tokens <= 16:
+        yield from [kept(16, 2048, 8, 4, 1, 132), kept(16, 2048, 16, 5, 1, 132)]
+        if not short:
+            yield from [kept(16, 2048, 16, 4, 1, 132), kept(16, 1024, 8, 4, 2, 132), kept(16, 1024, 4, 3, 2, 198)]
+    elif tokens <= 32:
+        yield from [kept(16, 1024, 8, 3, 2, 132), kept(16, 2048, 16, 2, 1, 132)]
+        if not short:
+            yield from [kept(16, 1024, 16, 3, 2, 132), kept(32, 1024, 8, 3, 2, 66)]
+    elif not short:
+        yield kept(16, 1024, 16, 2, 2, 66)
+    if tokens >= 16:
+        yield from [steps(64, 4, 4), steps(64, 4, 4, ahead=4)]
+        if not short:
+            yield from [steps(64, 8, 4), steps(32, 4, 6), steps(128, 8, 4), steps(64, 4, 3, 2)]
+
+
+def list_deep(tokens: int) -> Iterator[LinearSettings]:
+    """List candidates of 2048 rows, D 4096."""
+    if tokens <= 4:
+        yield from [fours(4, 4096, 8, 512), fours(4, 4096, 4, 512), fours(2, 4096, 4, 1024), fours(8, 4096, 8, 256)]
+    if tokens <= 8:
+        yield from [kept(16, 4096, 16, 2, 1, 128, 1), kept(16, 4096, 8, 2, 1, 128, 1)]
+    if tokens <= 16:
+        yield from [kept(16, 2048, 8, 2, 2, 128, 1), kept(16, 2048, 16, 2, 2, 128, 1), kept(16, 2048, 8, 2, 2, 128, 0)]
+        yield from [kept(16, 1024, 4, 2, 4, 128, 1)]
+    if 8 < tokens <= 32:
+        yield from [kept(16, 1024, 8, 2, 4, 128, 1), kept(32, 1024, 8, 2, 4, 64, 1)]
+    if tokens > 8:
+        yield from [
+            steps(16, 4, 6, 2, 4),
+            steps(32, 4, 6, 2, 4),
+            steps(64, 4, 4, 4),
+            steps(64, 4, 5, 8),
+            steps(32, 4, 6, 4),
+        ]
+
+
+def list_cases(shape: str, tokens: int) -> list[LinearSettings]:
+    """List the rule's settings, those before this form, and candidates."""
+    rows, rest, hidden = SHAPES[shape]
+    rule = default_linear_settings(tokens, rows + rest, hidden, FP8, "hopper")
+    old = LinearSettings(32, 128, 4, 4, 1, dot=True, pdl=False)
+    if shape == "out":
+        old = LinearSettings(16, 128, 4, 4, 1, dot=True, pdl=False)
+        return list(dict.fromkeys([rule, old, *list_deep(tokens)]))
+    return list(dict.fromkeys([rule, old, *list_wide(tokens, short=shape != "in")]))
+
+
+def empty_weight(shape: str) -> Fp8:
+    """Give a weight on the meta device."""
+    rows, rest, hidden = SHAPES[shape]
+    w = empty_fp8(rows, hidden)
+    return w._replace(rest_MD=torch.empty(rest, hidden, dtype=DTYPE, device="meta")) if rest else w
+
+
+def compile_all(cases: list[Case]) -> set[Case]:
+    """Compile candidates in threads, and give those that compile."""
+    done: set[Case] = set()
+
+    def compile_one(case: Case) -> None:
+        shape, tokens, settings = case
+        run_linear(torch.empty(tokens, SHAPES[shape][2], dtype=DTYPE, device="meta"), empty_weight(shape), settings)
+
+    def compile_each() -> None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            jobs = {case: pool.submit(compile_one, case) for case in cases}
+        for case, job in jobs.items():
+            if error := job.exception():
+                print(f"{describe(case[2])}: {str(error).splitlines()[0][:100]}", flush=True)
+            else:
+                done.add(case)
+
+    compile_only(compile_each)
+    return done
+
+
+def describe(settings: LinearSettings) -> str:
+    """Write settings in a few letters."""
+    form = ("kept" if settings.programs else "steps") if settings.dot else ("fours" if settings.programs else "product")
+    return (
+        f"{form} {settings.rows}x{settings.depth} w{settings.warps} s{settings.stages} /{settings.splits} "
+        f"ahead{settings.ahead} in {settings.programs}{'' if settings.pdl else ' no pdl'}"
+    )
+
+
+def draw_weights(shape: str) -> list[Fp8]:
+    """Draw as many weight sets as the cache does not hold."""
+    rows, rest, hidden = SHAPES[shape]
+    rng = torch.Generator(device="cuda").manual_seed(SEED)
+    sets = [draw_fp8(rows, hidden, rng=rng) for _ in range(max(3, -(-CACHE_BYTES // (rows * hidden))))]
+    if not rest:
+        return sets
+    of_rest = torch.randn(rest, hidden, generator=rng, device="cuda", dtype=DTYPE) * hidden**-0.5
+    return [w._replace(rest_MD=of_rest.clone()) for w in sets]
+
+
+def worst_error(y_TN: torch.Tensor, exact_TN: torch.Tensor) -> float:
+    """Give the largest error of a token, relative to its exact result."""
+    error = ((y_TN.double() - exact_TN).norm(dim=1) / exact_TN.norm(dim=1)).max().item()
+    return error if error == error else float("inf")
+
+
+def measure(shape: str, tokens: int, found: list[LinearSettings], sets: list[Fp8], exact_ND: torch.Tensor) -> str:
+    """Check and time the candidates, print each, and give a line of the table."""
+    rows, rest, hidden = SHAPES[shape]
+    x_TD = torch.randn(tokens, hidden, device="cuda", dtype=DTYPE)
+    # Tokens of very different size.
+    x_TD *= 2.0 ** torch.arange(tokens, device="cuda").sub(tokens / 2).mul(24 / tokens).round()[:, None].to(DTYPE)
+    exact_TN = x_TD.double() @ exact_ND.T
+    times: dict[LinearSettings, float] = {}
+    for settings in found:
+        run = partial(run_linear, x_TD)
+        torch.full((tokens, rows + rest), torch.nan, dtype=DTYPE, device="cuda")  # which the result takes
+        first, again = run(sets[0], settings), run(sets[0], settings)
+        error = worst_error(first, exact_TN)
+        if not (error <= WORST and torch.equal(first, again)):
+            print(f"  WRONG {error:.1e}, repeated alike: {torch.equal(first, again)}: {describe(settings)}", flush=True)
+            continue
+        graph = capture(lambda run=run, settings=settings: [run(w, settings) for w in sets])
+        times[settings] = time_graph(graph, 9) / len(sets)
+        print(f"{times[settings]:8.2f} {error:8.1e}  {describe(settings)}", flush=True)
+    library = capture(lambda: [F.linear(x_TD, read_fp8(w, DTYPE)) for w in sets])
+    best = min(times, key=times.__getitem__)
+    reading = (rows + 2 * rest) * hidden / GBPS / 1e3
+    rule = times.get(found[0], float("nan"))
+    return (
+        f"{shape:>9s} {tokens:3d} {reading:8.2f} {time_graph(library, 9) / len(sets):8.2f} {rule:8.2f} "
+        f"{times[best]:8.2f}  {describe(best)}"
+    )
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    arguments = parser.parse_args()
+    begin = time.monotonic()
+    counts, shapes = [int(n) for n in arguments.tokens.split(",")], arguments.shapes.split(",")
+    cases = [(shape, tokens, s) for shape in shapes for tokens in counts for s in list_cases(shape, tokens)]
+    compiled = compile_all(cases)
+    print(f"{len(compiled)} of {len(cases)} candidates compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    lines = []
+    for shape in shapes:
+        sets = draw_weights(shape)
+        exact_ND = dequantize(sets[0]._replace(rest_MD=None), torch.float64)
+        if sets[0].rest_MD is not None:
+            exact_ND = torch.cat((exact_ND, sets[0].rest_MD.double()))
+        for tokens in counts:
+            print(f"{shape} T={tokens}: us, error of the worst token")
+            found = [s for name, n, s in cases if (name, n) == (shape, tokens) and (name, n, s) in compiled]
+            lines.append(measure(shape, tokens, found, sets, exact_ND))
+    print(f"{'shape':>9s} {'T':>3s} {'reading':>8s} {'library':>8s} {'rule':>8s} {'best':>8s}  us")
+    print("\n".join(lines))
+    print(f"{time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
