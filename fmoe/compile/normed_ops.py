@@ -1,8 +1,8 @@
 """Residual, norm and what reads it in one op: a projection, or a whole MoE layer. They exist where Triton does.
 
-One row is normed inside the kernel that reads it, where ``can_norm_linear`` and ``can_norm_logits`` hold for its
-settings; else the norm is a launch of its own. Which of the two is decided here and not where the op is called: a graph
-of any batch must not ask how large this one is.
+One row is normed inside the kernel that reads it, where its settings hold a row in one block; else the norm is a launch
+of its own. Which of the two is decided here and not where the op is called: a graph of any batch must not ask how large
+this one is.
 
 Letters: as in fmoe/functional/experts.py.
 """

@@ -14,7 +14,7 @@ from triton.language.core import constexpr  # noqa: F401  (fails here, with a pl
 from fmoe.compile.kernels import Settings, Tile, run_moe_layer
 from fmoe.compile.kernels.add_norm import add_rms_norm_rows
 from fmoe.compile.kernels.layer import run_moe_layer_normed
-from fmoe.compile.kernels.linear import LinearSettings, can_norm_linear, run_linear, run_linear_normed
+from fmoe.compile.kernels.linear import LinearSettings, run_linear, run_linear_normed
 from fmoe.compile.kernels.normed import Unnormed
 from fmoe.compile.linear_settings import linear_to_ints
 from fmoe.compile.normed_ops import compute_moe_normed_op, linear_normed_planned
@@ -72,33 +72,16 @@ def test_a_projection_of_a_norm(hidden, programs, dtype, norm_dtype, rng):
     assert torch.equal(y, run_linear(normed, w, settings, bias_N=bias))
 
 
-@pytest.mark.parametrize(("dtype", "norm_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize(("depth", "programs"), [(32, 0), (64, 3), (128, 0)])
-@pytest.mark.parametrize("hidden", [256, 200, 3])
-def test_a_projection_of_a_norm_in_a_loop(hidden, depth, programs, dtype, norm_dtype, rng):
-    row, w = draw_row(hidden, rng, dtype, norm_dtype), draw(N, hidden, rng=rng, dtype=dtype)
-    bias, settings = draw(N, rng=rng, dtype=dtype), replace(WHOLE, depth=depth, programs=programs)
-    assert can_norm_linear(hidden, settings)
-
-    total, y = run_linear_normed(row, w, settings, bias_N=bias)
-
-    normed, expected_total = add_rms_norm_rows(*row[:3], eps=EPS)
-    assert torch.equal(total, expected_total)
-    assert torch.equal(y, run_linear(normed, w, settings, bias_N=bias))
-
-
-@pytest.mark.parametrize("depth", [256, 64], ids=["at once", "in a loop"])
-def test_a_projection_with_rows_that_are_not_quantised(depth, rng):
-    settings = replace(WHOLE, depth=depth)
+def test_a_projection_with_rows_that_are_not_quantised(rng):
     row = draw_row(200, rng, torch.float16, torch.float32)
     w, rest = (draw(rows, 200, rng=rng, dtype=torch.float16) for rows in (N, 5))
     fp8 = Fp8(w.to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0]]), rest)
 
-    total, y = run_linear_normed(row, fp8, settings)
+    total, y = run_linear_normed(row, fp8, WHOLE)
 
     normed, expected_total = add_rms_norm_rows(*row[:3], eps=EPS)
     assert torch.equal(total, expected_total)
-    assert torch.equal(y, run_linear(normed, fp8, settings))
+    assert torch.equal(y, run_linear(normed, fp8, WHOLE))
     exact = normed.double() @ torch.cat((dequantize(Fp8(fp8.w, fp8.scale), torch.float64), rest.double())).T
     assert (y.double() - exact).norm() < 1e-3 * exact.norm()
 
@@ -122,15 +105,15 @@ def planned(operator, sizes, dtype, settings):
     return encode_plans([Plan(key, (Row(-1, "triton", tuple(settings), ""),))], operator)
 
 
-@pytest.mark.parametrize(("depth", "splits"), [(256, 1), (64, 1), (64, 2)], ids=["inside", "in a loop", "apart"])
+@pytest.mark.parametrize("depth", [256, 64], ids=["inside", "apart"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_ops_take_any_rows_and_settings(rows, depth, splits, compiled, rng):
+def test_the_ops_take_any_rows_and_settings(rows, depth, compiled, rng):
     x, branch = (draw(rows, 1, 200, rng=rng, dtype=torch.float32) for _ in range(2))
     norm, w = draw(200, rng=rng, dtype=torch.float32), draw(N, 200, rng=rng, dtype=torch.float32)
     router, gate_up, down = draw_layer(200, rng, torch.float32)
     params = MoEParams(router, gate_up, down, None, None)
-    linear = LinearSettings(4, depth, 4, 2, splits, dot=False, pdl=False)
+    linear = LinearSettings(4, depth, 4, 2, 1, dot=False, pdl=False)
     moe = Settings("slots", Tile(0, 4, depth, 4, 2), TILE, TILE, token_down=True, combine=64)
     project = partial(
         linear_normed_planned, eps=EPS, plans=planned("linear", (N, 200), w.dtype, linear_to_ints(linear))

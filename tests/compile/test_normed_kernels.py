@@ -16,8 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from fmoe.compile.kernels import Tile, default_settings
 from fmoe.compile.kernels.layer import run_moe_layer_normed
-from fmoe.compile.kernels.linear import LinearSettings, can_norm_linear, default_linear_settings, run_linear_normed
-from fmoe.compile.kernels.linear_loop import NORM_AHEAD
+from fmoe.compile.kernels.linear import LinearSettings, default_linear_settings, run_linear_normed
 from fmoe.compile.kernels.normed import Unnormed, check_unnormed
 from fmoe.compile.kernels.offline import SHARED_LIMITS, empty_weight, find_misfits, recorded_launches
 from fmoe.compile.linear_ops import linear_planned
@@ -69,41 +68,6 @@ def test_projections_fit(target, rows, warps, programs):
         run_linear_normed(row(BF16), empty(5120, D), settings)
     assert [launch.kernel.__name__ for launch in launches] == ["linear_streamed" if programs else "linear_product"]
     assert find_misfits(launches, target) == []
-
-
-@pytest.mark.parametrize("norm_dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize(("rows", "depth"), [(8, 256), (16, 256), (8, 512)])
-@pytest.mark.parametrize("target", SHARED_LIMITS)
-def test_projections_in_a_loop_fit(target, rows, depth, norm_dtype):
-    nvidia = target == "sm_90"
-    settings = LinearSettings(rows, depth, 4, 4 if nvidia else 2, 1, dot=False, pdl=nvidia)
-    with recorded_launches() as launches:
-        run_linear_normed(row(norm_dtype), empty(5120, D), settings)
-    assert [launch.kernel.__name__ for launch in launches] == ["linear_product"]
-    assert launches[0].values["AHEAD"] == (NORM_AHEAD if nvidia else 0)
-    assert find_misfits(launches, target) == []
-
-
-def test_fp8_projections_in_a_loop_fit():
-    settings = LinearSettings(16, 256, 4, 4, 1, dot=False, pdl=True, ahead=2)
-    with recorded_launches() as launches:
-        run_linear_normed(row(hidden=4096), empty_weight(9216, 4096, dtype=FP8, rest=64), settings)
-    assert launches[0].values["AHEAD"] == 2
-    assert find_misfits(launches, "sm_90") == []
-
-
-@pytest.mark.parametrize(
-    ("hidden", "settings", "takes"),
-    [
-        (4096, LinearSettings(8, 256, 4, 4, 1, dot=False, pdl=False), True),
-        (4097, LinearSettings(8, 256, 4, 4, 1, dot=False, pdl=False), False),
-        (4097, LinearSettings(1, 8192, 4, 4, 1, dot=False, pdl=False), True),
-        (2048, LinearSettings(8, 256, 4, 4, 2, dot=False, pdl=False), False),
-        (2048, LinearSettings(16, 256, 4, 4, 1, dot=True, pdl=False), False),
-    ],
-)
-def test_which_projections_take_a_norm(hidden, settings, takes):
-    assert can_norm_linear(hidden, settings) is takes
 
 
 @pytest.mark.parametrize("rows", [1, 4])

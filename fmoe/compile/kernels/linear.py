@@ -6,6 +6,7 @@ programs of their own multiply them.
 Letters: T tokens, N rows of the weight matrix, M unquantised rows behind them, D summed dimension.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+# ruff: noqa: SIM108
 
 from dataclasses import replace
 
@@ -26,12 +27,65 @@ from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_facto
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
 from .linear_few import LINE, can_keep, fetch_ahead, run_few
-from .linear_loop import MAX_CHANNELS, NORM_AHEAD, load_weights, sum_products, sum_products_fp8
 from .linear_stream import run_stream
-from .normed import Unnormed, check_unnormed, load_norm, load_normed, norm_scale
+from .normed import Unnormed, check_unnormed, load_norm, load_normed
 from .products import PART, add_bias, load_row, load_rows, sum_rows
 
 SUM_BLOCK = 256
+
+
+@triton.jit
+def load_weights(w, o_r, o_k, D: tl.constexpr, EVEN: tl.constexpr):
+    """Load [len(o_r), len(o_k)] of the weights, whose rows are inside; 0 past column D."""
+    at = w + o_r[:, None] * D + o_k[None, :]
+    if EVEN:
+        v = tl.load(at)
+    else:
+        v = tl.load(at, mask=o_k[None, :] < D, other=0.0)
+    return v
+
+
+@triton.jit
+def sum_products(
+    x, w, t, first, o_r, D: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
+    """Sum [BN] of the products of token t and the rows o_r over SPLIT columns from ``first`` on."""
+    o_k = tl.arange(0, BK)
+    even: tl.constexpr = D % SPLIT == 0
+    acc = tl.zeros((BN, BK), tl.float32)
+    for k in tl.range(first, first + SPLIT, BK, num_stages=STAGES):
+        a = load_weights(w, o_r, k + o_k, D, even)
+        if even:
+            b = tl.load(x + t * D + k + o_k)
+        else:
+            b = tl.load(x + t * D + k + o_k, mask=k + o_k < D, other=0.0)
+        acc += a.to(tl.float32) * b.to(tl.float32)[None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def sum_products_fp8(
+    x, w, s, t, first, o_r, row, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``sum_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
+    Q: tl.constexpr = min(BK, SIDE)
+    o_c = tl.arange(0, BK // Q)
+    o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
+    even: tl.constexpr = D % SPLIT == 0
+    factors = factors_at(s, 0, 0, row, N, D, 1)
+    at = w + o_r[:, None, None] * D + o_k[None, :, :]
+    acc = tl.zeros((BN, BK // Q, Q), tl.float32)
+    for k in tl.range(first, first + SPLIT, BK, num_stages=STAGES):
+        if even:
+            a = tl.load(at + k)
+            b = tl.load(x + t * D + k + o_k)
+        else:
+            a = tl.load(at + k, mask=k + o_k[None, :, :] < D, other=0.0)
+            b = tl.load(x + t * D + k + o_k, mask=k + o_k < D, other=0.0)
+        b32 = b.to(tl.float32) * load_factors(factors, k, o_c, D, even)[:, None]
+        acc += a.to(tl.float32) * b32[None, :, :]
+    return tl.sum(tl.sum(acc, 2), 1)
 
 
 @triton.jit
@@ -62,22 +116,13 @@ def product_block(
             x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, None, first, D, EPS, BK, False)
         v = sum_rows(a, x0, x1, factor, top, False)
     else:
-        BD: tl.constexpr = triton.next_power_of_2(D)
         if AHEAD > 0:
             fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
-            if norm is not None:
-                fetch_ahead(norm, tl.zeros((1,), tl.int64), 0, D, BD, 1, LINE)
         wait_alone(PDL)
-        scale = 1.0
-        if norm is not None:
-            scale = norm_scale(x, branch, total, tl.program_id(0) == 0, D, EPS, BD)
-        x += t * D
-        first_k = part * SPLIT
         if s is None:
-            v = sum_products(x, branch, norm, scale, w, first_k, o_r, D, SPLIT, BN, BK, STAGES)
+            v = sum_products(x, w, t, part * SPLIT, o_r, D, SPLIT, BN, BK, STAGES)
         else:
-            row = block * BN
-            v = sum_products_fp8(x, branch, norm, scale, w, s, first_k, o_r, row, N, D, SPLIT, BN, BK, STAGES)
+            v = sum_products_fp8(x, w, s, t, part * SPLIT, o_r, block * BN, N, D, SPLIT, BN, BK, STAGES)
     v = add_bias(v, bias, o_n, N, HAS_BIAS)
     tl.store(y + (part.to(tl.int64) * T + t) * LD + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
 
@@ -273,9 +318,8 @@ def leave_programs(settings: LinearSettings, /) -> LinearSettings:
 
 
 def can_norm_linear(hidden: int, settings: LinearSettings, /) -> bool:
-    """Tell whether ``run_linear_normed`` takes rows of these sizes: where a block or a program can hold one whole."""
-    at_once = settings.depth >= max(hidden, BLOCK)
-    return not settings.dot and settings.splits == 1 and (at_once or hidden <= MAX_CHANNELS)
+    """Tell whether ``run_linear_normed`` takes rows of these sizes: where a block holds one whole."""
+    return not settings.dot and settings.splits == 1 and settings.depth >= max(hidden, BLOCK)
 
 
 def run_linear_normed(
@@ -293,15 +337,13 @@ def run_linear_normed(
     check_unnormed(x)
     check_projection(x.x_1D, w_ND, bias_N)
     check_blocks(w_ND, settings.rows, 0, name="linear")
-    (outputs, hidden), total_1D = weight_shape(w_ND), torch.empty_like(x.x_1D)
+    outputs, total_1D = weight_shape(w_ND)[0], torch.empty_like(x.x_1D)
     y_1N = x.x_1D.new_empty(1, outputs)
-    if settings.programs and settings.depth >= max(hidden, BLOCK) and can_stream(x.x_1D, w_ND):
+    if settings.programs and can_stream(x.x_1D, w_ND):
         run_stream(x, w_ND, bias_N, y_1N, settings, total_1D=total_1D)
     else:
         apart = leave_programs(settings) if settings.programs else settings
-        if settings.pdl and not settings.ahead:
-            apart = replace(apart, ahead=NORM_AHEAD)
-        _launch(x, w_ND, bias_N, y_1N, triton.cdiv(hidden, settings.depth) * settings.depth, apart, total_1D)
+        _launch(x, w_ND, bias_N, y_1N, settings.depth, apart, total_1D)
     return total_1D, y_1N
 
 

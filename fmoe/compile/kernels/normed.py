@@ -6,7 +6,6 @@ that could show in the result, is the same wherever a row is normed.
 Letters: D the normalised channels, P parts of PART columns.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
-# ruff: noqa: SIM108
 
 from typing import NamedTuple
 
@@ -179,35 +178,3 @@ def load_normed(
                 tl.store(normed + o_k, y, mask=inside)
         n = y.to(tl.float32)
         return n, n, 1.0
-
-
-@triton.jit
-def norm_scale(x, branch, total, stores, D: tl.constexpr, EPS: tl.constexpr, BD: tl.constexpr):
-    """Give what makes the mean square of x + branch one, a row of D <= BD; where it ``stores``, the sum is stored."""
-    o_d = tl.arange(0, BD)
-    inside = o_d < D
-    v = tl.load(x + o_d, mask=inside, other=0.0).to(tl.float32)
-    v += tl.load(branch + o_d, mask=inside, other=0.0).to(tl.float32)
-    t = v.to(x.dtype.element_ty)
-    if stores:
-        tl.store(total + o_d, t, mask=inside)
-    wide: tl.constexpr = x.dtype.element_ty == tl.float32
-    return tl.rsqrt(sum_squares(t.to(tl.float32), wide) / D + EPS)
-
-
-@triton.jit
-def load_columns(x, branch, norm, scale, o_k, D: tl.constexpr, EVEN: tl.constexpr):
-    """Load the columns o_k of a row, 0 past D; where there is a norm, that of x + branch, by its ``norm_scale``."""
-    if EVEN:
-        v = tl.load(x + o_k)
-    else:
-        v = tl.load(x + o_k, mask=o_k < D, other=0.0)
-    if norm is not None:
-        if EVEN:
-            b, w = tl.load(branch + o_k), tl.load(norm + o_k)
-        else:
-            b = tl.load(branch + o_k, mask=o_k < D, other=0.0)
-            w = tl.load(norm + o_k, mask=o_k < D, other=0.0)
-        t = (v.to(tl.float32) + b.to(tl.float32)).to(x.dtype.element_ty)
-        v = weigh_normed(t.to(tl.float32), scale, w, x)
-    return v
