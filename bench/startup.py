@@ -173,6 +173,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
         raise RuntimeError(f"{' '.join(command[1:4])} ended with status {done.returncode}: {last}")
+    sys.stderr.write(done.stderr)  # such as that a file of graphs was ignored, and why
     return done.stdout
 
 
