@@ -6,8 +6,6 @@
     python -m bench moe-peers              one MoE layer against transformers and plain torch; as above
     python -m bench probe-cost             what the AITER boundary costs without AITER; as above
     python -m bench speculation            the demo with drafts of its own and without; as above
-    python -m bench startup                from a process's start to its first token, with caches and without; as above
-    python -m bench states                 second turns and continuations from a kept state; as above
     python -m bench states                 what a kept state saves: a second turn, several continuations; as above
     python -m bench startup                from the start of a process to its first token, cached and not; as above
     python -m bench tuned                  what tuning chose against the rule, in turns; as above
@@ -42,8 +40,6 @@ SCRIPTS = {
     "tuned": "bench.tuned",
     "probe-cost": "bench.probe_cost",
     "speculation": "bench.speculation",
-    "startup": "bench.startup",
-    "states": "bench.states",
     "startup": "bench.startup",
     "states": "bench.states",
 }
