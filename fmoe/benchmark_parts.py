@@ -34,7 +34,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("head", r"head_|pick_best|argmax|sample|multinomial"),
     (
         "MoE",
-        r"moe|expert|topk|top_k|rout|gate_up|down_(token|grouped|sorted)|combine_pairs|logits_(gemv|dot)|find_rows"
+        r"moe|expert|topk|top_k|rout|gate_up|down_(token|grouped|sorted|split|quantized)|split_rows|combine_pairs|logits_(gemv|dot)|find_rows"
         r"|tabulate_rows|count_block|sum_blocks|place_(pairs|and_list)|list_tiles|grouped|radix|sort",
     ),
     ("rest", r"norm|embedding|indexselect|index_select|gather"),
