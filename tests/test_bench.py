@@ -3,9 +3,13 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fmoe
+from bench import startup, states
+from bench.__main__ import SCRIPTS
 from bench.decode import OURS, Case, Result, all_cases, select_cases
 from bench.measure import (
     add_samples,
@@ -195,3 +199,118 @@ def test_the_whole_model_is_measured_beside_its_peer(tmp_path: Path) -> None:
     assert record["failed"] == {}
     assert (record["layers"], record["dtype"]) == (2, "float32")
     assert all(len(row["samples_ms"]) == 3 and row["ratio"] > 0 for row in record["results"])
+
+
+def test_every_script_is_there() -> None:
+    folder = Path(__file__).parents[1]
+    assert all((folder / f"{script.replace('.', '/')}.py").is_file() for script in SCRIPTS.values())
+    assert {"startup", "states"} <= set(SCRIPTS)
+
+
+def test_the_three_ways_of_a_second_turn_give_one_token() -> None:
+    model = fmoe.load("demo", device="cpu", compile=False)
+    first, message = [3, 1, 4, 1, 5, 9], [2, 6, 5]
+    state = fmoe.prefill(model, first)
+    kept = states.answer_first(model, state, message)
+    [called] = fmoe.generate(model, message, state=state, max_new_tokens=1, **states.GREEDY)
+    assert kept == states.answer_whole(model, [*first, *message]) == called.token_ids[0]
+
+
+def test_states_are_timed_from_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "states.json"
+    sizes = ("--conversation", "9", "--message", "3", "--prompt", "8", "--continuations", "3", "--new-tokens", "2")
+    assert states.main(["--device", "cpu", "--no-compile", *sizes, "--repetitions", "2", "--json", str(found)]) == 0
+    record = json.loads(found.read_text())
+    assert [(case["name"], len(case["samples_s"])) for case in record["cases"]] == [
+        ("second turn, 3 behind 9 tokens: kept", 2),
+        ("second turn, 3 behind 9 tokens: one call", 2),
+        ("second turn, 3 behind 9 tokens: without", 1),
+        ("prompt of 8 tokens", 2),
+        ("1 x 2 tokens behind its state", 2),
+        ("prompt and 1 x 2 tokens", 2),
+        ("3 x 2 tokens behind its state", 2),
+        ("prompt and 3 x 2 tokens", 2),
+    ]
+    assert all(min(case["samples_s"]) <= case["median_s"] <= max(case["samples_s"]) for case in record["cases"])
+    shown = capsys.readouterr().out
+    assert all(case["name"] in shown for case in record["cases"])
+
+
+def test_work_runs_once_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    ticks = itertools.chain([0.0, 4.0, 10.0, 11.0, 20.0, 22.0])
+
+    def clock() -> float:
+        log.append("|")
+        return next(ticks)
+
+    model = fmoe.load("demo", device="cpu", compile=False)
+    monkeypatch.setattr("bench.states.time.perf_counter", clock)
+    case = states.time_case(model, "x", lambda: log.append("w"), 3)
+    assert "".join(log) == "w" + "|w|" * 3
+    assert case.samples_s == (4.0, 1.0, 2.0)
+    assert case.median_s == 2.0
+
+
+START = startup.Start(1.0, 2.0, 3.0, graphs_compiled=5, graphs_found=0, kernels_compiled=7)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Note the environments of processes instead of starting them."""
+    noted: list[dict[str, str]] = []
+
+    def note(options: Any, environment: dict[str, str]) -> startup.Start:
+        noted.append({name: environment[name] for name in startup.FOLDERS})
+        return START
+
+    def note_warm(options: Any, environment: dict[str, str]) -> float:
+        noted.append({"warm": environment["FMOE_CACHE_DIR"]})
+        return 1.0
+
+    monkeypatch.setattr(startup, "run_start", note)
+    monkeypatch.setattr(startup, "run_warm", note_warm)
+    return noted
+
+
+def test_only_the_cached_start_shares_folders_and_the_warmed_one_only_fmoes(starts: list[dict[str, str]]) -> None:
+    assert startup.main(["--repetitions", "2"]) == 1  # each of them said that it had compiled
+    empty, cached, second, second_cached, warm, *warmed = starts
+    assert empty == cached != second == second_cached
+    assert set(empty.values()).isdisjoint(second.values())
+    assert all(start["FMOE_CACHE_DIR"] == warm["warm"] for start in warmed)
+    theirs = [{name: place for name, place in start.items() if name != "FMOE_CACHE_DIR"} for start in warmed]
+    assert set(theirs[0].values()).isdisjoint([*theirs[1].values(), *empty.values(), warm["warm"]])
+    assert not any(Path(place).parent.exists() for place in empty.values())  # all of it is gone
+
+
+def test_a_compiling_start_is_wrong_only_where_graphs_were_kept(starts: list[dict[str, str]]) -> None:
+    assert startup.main(["--cases", "empty"]) == 0
+    assert len(starts) == 1
+    found = startup.Start(1.0, 2.0, 3.0, graphs_compiled=0, graphs_found=5, kernels_compiled=0)
+    assert startup.find_compiling({"empty": [START], "cached": [found, START], "warmed": [found]}) == ["cached"]
+
+
+def test_a_process_says_when_its_tokens_came(tmp_path: Path) -> None:
+    found = tmp_path / "startup.json"
+    words = ("--device", "cpu", "--no-compile", "--context", "4", "--new-tokens", "2", "--cases", "empty")
+    assert startup.main([*words, "--json", str(found)]) == 0
+    [start] = json.loads(found.read_text())["cases"]["empty"]
+    assert 0 < start["loaded_s"] <= start["first_token_s"] <= start["last_token_s"] < 600
+    assert (start["graphs_compiled"], start["graphs_found"], start["kernels_compiled"]) == (0, 0, 0)
+
+
+def test_a_failed_start_says_why() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"-m bench\.startup --child ended with status 1: FileNotFoundError: .*absent"
+    ):
+        startup.main(["--model", "absent", "--device", "cpu", "--cases", "empty"])
+
+
+def test_unknown_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        startup.main(["--cases", "empty,warm"])
+    assert "unknown cases ['warm']; there are empty, cached, warmed" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        startup.main(["--new-tokens", "0"])
+    assert "--context, --new-tokens and --repetitions must be at least 1" in capsys.readouterr().err
