@@ -39,11 +39,6 @@ def kept(rows: int, depth: int, warps: int, stages: int, splits: int, programs: 
     return LinearSettings(rows, depth, warps, stages, splits, dot=True, pdl=True, ahead=ahead, programs=programs)
 
 
-def fours(rows: int, depth: int, warps: int, programs: int) -> LinearSettings:
-    """Values of FP8 by fours."""
-    return LinearSettings(rows, depth, warps, 1, 1, dot=False, pdl=True, programs=programs)
-
-
 def steps(rows: int, warps: int, stages: int, splits: int = 1, ahead: int = 2) -> LinearSettings:
     """Matrix instructions over blocks of both operands."""
     return LinearSettings(rows, 128, warps, stages, splits, dot=True, pdl=True, ahead=ahead)
@@ -51,10 +46,6 @@ def steps(rows: int, warps: int, stages: int, splits: int = 1, ahead: int = 2) -
 
 def list_wide(tokens: int, *, short: bool) -> Iterator[LinearSettings]:
     """List candidates of many rows, D 2048; of ``short`` lists a few."""
-    if tokens <= 4:
-        yield from [fours(8, 2048, 4, 264), fours(16, 2048, 8, 264)]
-        if not short:
-            yield from [fours(8, 2048, 4, 396), fours(16, 2048, 8, 132), fours(4, 2048, 4, 528)]
     if tokens <= 8:
         yield from [kept(16, 2048, 8, 5, 1, 132), kept(16, 2048, 8, 3, 1, 264)]
         if not short:
@@ -81,8 +72,6 @@ def list_wide(tokens: int, *, short: bool) -> Iterator[LinearSettings]:
 
 def list_deep(tokens: int) -> Iterator[LinearSettings]:
     """List candidates of 2048 rows, D 4096."""
-    if tokens <= 4:
-        yield from [fours(4, 4096, 8, 512), fours(4, 4096, 4, 512), fours(2, 4096, 4, 1024), fours(8, 4096, 8, 256)]
     if tokens <= 8:
         yield from [kept(16, 4096, 16, 2, 1, 128, 1), kept(16, 4096, 8, 2, 1, 128, 1)]
     if tokens <= 16:
@@ -141,7 +130,7 @@ def compile_all(cases: list[Case]) -> set[Case]:
 
 def describe(settings: LinearSettings) -> str:
     """Write settings in a few letters."""
-    form = ("kept" if settings.programs else "steps") if settings.dot else ("fours" if settings.programs else "product")
+    form = ("kept" if settings.programs else "steps") if settings.dot else "product"
     return (
         f"{form} {settings.rows}x{settings.depth} w{settings.warps} s{settings.stages} /{settings.splits} "
         f"ahead{settings.ahead} in {settings.programs}{'' if settings.pdl else ' no pdl'}"

@@ -21,7 +21,7 @@ FILE = Path(__file__).with_name("linear_few_interpreted.py")
 TARGETS = {"sm_90": "hopper", "gfx950": "hip"}
 SHAPES = {"in": (12288, 2048, 64), "attention in": (9216, 2048, 0), "out": (2048, 4096, 0)}  # outputs, hidden, rest
 KEPT = LinearSettings(16, 2048, 8, 4, 1, dot=True, pdl=True, ahead=2, programs=132)
-FOURS = LinearSettings(8, 2048, 4, 1, 1, dot=False, pdl=True, programs=264)
+STREAMED = LinearSettings(8, 2048, 4, 1, 1, dot=False, pdl=True, programs=264)
 
 
 def test_the_kernel_in_the_interpreter():
@@ -60,13 +60,6 @@ def test_default_settings_fit(shape, target):
     assert misfits == []
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 4])
-def test_fours_fit(tokens):
-    launches = record(tokens, SHAPES["in"], FOURS, biased=True)
-    assert names(launches) == ["linear_fours"]
-    assert find_misfits(launches, "sm_90") == []
-
-
 @pytest.mark.parametrize(("tokens", "block"), [(2, 8), (9, 16), (17, 32)])
 def test_tokens_fill_a_block_of_a_power_of_two(tokens, block):
     (launch,) = record(tokens, SHAPES["in"], KEPT, biased=True)
@@ -82,9 +75,9 @@ def test_parts_are_added_by_a_second_launch():
 @pytest.mark.parametrize(
     ("tokens", "settings", "dtype", "shape", "name"),
     [
-        (5, FOURS, torch.bfloat16, "in", "linear_product"),
-        (2, FOURS, torch.float16, "in", "linear_product"),
-        (2, FOURS, torch.bfloat16, "out", "linear_product"),
+        (5, STREAMED, torch.bfloat16, "in", "linear_product"),
+        (2, STREAMED, torch.float16, "in", "linear_product"),
+        (2, STREAMED, torch.bfloat16, "out", "linear_product"),
         (2, KEPT, torch.float32, "in", "linear_dot"),
     ],
 )

@@ -1,15 +1,13 @@
 """A dense projection of several tokens by weights in FP8 blocks: programs that keep x go from block to block of rows.
 
 x is bfloat16 or float16; each row is divided by a power of two near its largest value, which changes its range alone,
-and multiplied in float16, to which FP8 converts in one instruction. Two forms: matrix instructions, one for each part
-of the columns, and for two to four tokens NVIDIA's instructions for four values of FP8 at once.
+and multiplied in float16, to which FP8 converts in one instruction, part by part of the columns.
 
 Letters: T tokens, N rows of the weight matrix, M unquantised rows behind them, D summed dimension, P parts of PART
 columns.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,11 +17,11 @@ from fmoe.functional.quant import BLOCK, Fp8, Weight
 from ..linear_settings import LinearSettings
 from .fp8 import factors_at, load_factors
 from .launch import launch_options, start_next, wait_alone
-from .products import PART, add_bias, load_rows, pack_pairs
+from .products import PART, add_bias
 
-FOURS_TOKENS = 4  # that the form without matrix instructions takes
 LINE = 128  # bytes that one prefetch brings
 LEAST_TOKENS = 8  # of a matrix instruction
+REST_ROWS = 16  # unquantised rows of one program
 
 
 @triton.jit
@@ -132,16 +130,15 @@ def keep_tokens(
 @triton.jit
 def linear_kept(
     x, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-    PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All tokens, at most BM: each program keeps BK columns of x and goes through blocks of BN rows; grid (., D / BK).
 
-    Programs of their own come first, 16 of the unquantised rows each.
+    Programs of their own come first, BR of the unquantised rows each.
     """
     start_next(PDL)
     LD: tl.constexpr = N + M
-    BR: tl.constexpr = 16
     rests: tl.constexpr = (M + BR - 1) // BR
     p = tl.program_id(0)
     first = tl.program_id(1) * BK
@@ -162,103 +159,10 @@ def linear_kept(
         )
 
 
-@triton.jit
-def load_token_pairs(x, T, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Load all tokens as float16 by twos, int32 [BM, P, PART / 4] twice, and what each is times [BM]."""
-    o_t = tl.arange(0, BM)
-    o_k = tl.arange(0, BK)
-    v = tl.load(x + o_t[:, None] * D + o_k[None, :], mask=(o_t < T)[:, None] & (o_k < D)[None, :], other=0.0)
-    top, inverse = powers_of(tl.max(tl.abs(v.to(tl.float32)), 1))
-    o_j = tl.arange(0, BK // PART)[:, None] * (PART // 2) + 2 * tl.arange(0, PART // 4)[None, :]
-    at = o_t[:, None, None] * (D // 2) + o_j[None, :, :]
-    inside = (o_t < T)[:, None, None] & (o_j < D // 2)[None, :, :]
-    scale = tl.broadcast_to(inverse[:, None, None], (BM, BK // PART, PART // 4))
-    return pack_pairs(x, at, inside, scale), pack_pairs(x, at + 1, inside, scale), top
-
-
-@triton.jit
-def unpack_fours(a):
-    """Convert four values of FP8, an int32, to float16, by twos."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
-        "=r,=r,r", [a], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def multiply_pairs(a01, a23, x01, x23):
-    """Sum the products of four values of float16, given by twos, in float16 two by two."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; .reg .b32 p; .reg .f32 u, v; mul.rn.f16x2 p, $1, $3; fma.rn.f16x2 p, $2, $4, p; "
-        "mov.b32 {l, h}, p; cvt.f32.f16 u, l; cvt.f32.f16 v, h; add.f32 $0, u, v; }",
-        "=f,r,r,r,r", [a01, a23, x01, x23], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def multiply_tokens(a, x0, x1, factor):
-    """Sum [BN, BM] of the products of fours of FP8 [BN, P, PART / 4] and tokens [BM, P, PART / 4]."""
-    a0, a1 = unpack_fours(a)
-    v = multiply_pairs(a0[:, None, :, :], a1[:, None, :, :], x0[None, :, :, :], x1[None, :, :, :])
-    return tl.sum(tl.sum(v, 3) * factor[None, None, :], 2)
-
-
-@triton.jit
-def stream_fours(
-    x, w, s, bias, y, T, program, programs, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All tokens and every ``programs``-th block of BN of N rows; the first is asked for before x is there."""
-    o_c = tl.arange(0, BK // PART)
-    o_n = program * BN + tl.arange(0, BN)
-    a = load_rows(w, o_n.to(tl.int64), D, N, BN, BK, True)
-    factor = load_factors(factors_at(s, 0, 0, program * BN, N, D, 1), 0, o_c, D, BK == D)
-    wait_alone(PDL)
-    x0, x1, top = load_token_pairs(x, T, D, BM, BK)
-    for block in tl.range(program + programs, (N + BN - 1) // BN, programs):
-        o_next = block * BN + tl.arange(0, BN)
-        a_next = load_rows(w, o_next.to(tl.int64), D, N, BN, BK, True)
-        factor_next = load_factors(factors_at(s, 0, 0, block * BN, N, D, 1), 0, o_c, D, BK == D)
-        store_tokens(y, multiply_tokens(a, x0, x1, factor), top, bias, o_n, T, N, LD, HAS_BIAS, BM)
-        a = a_next
-        factor = factor_next
-        o_n = o_next
-    store_tokens(y, multiply_tokens(a, x0, x1, factor), top, bias, o_n, T, N, LD, HAS_BIAS, BM)
-
-
-@triton.jit
-def linear_fours(
-    x, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Two to four bfloat16 tokens: each program keeps them and goes through blocks of BN rows; BK >= D.
-
-    Programs of their own come first, 4 of the unquantised rows each.
-    """
-    start_next(PDL)
-    LD: tl.constexpr = N + M
-    BR: tl.constexpr = 4
-    rests: tl.constexpr = (M + BR - 1) // BR
-    p = tl.program_id(0)
-    if M > 0:
-        if p < rests:
-            rest_tokens(x, rest, bias + N if HAS_BIAS else bias, y + N, T, p, 0, M, D, LD, HAS_BIAS, BM, BR, BK, PDL)
-        else:
-            stream_fours(
-                x, w, s, bias, y, T, p - rests, tl.num_programs(0) - rests, N, D, LD, HAS_BIAS, BM, BN, BK, PDL
-            )
-    else:
-        stream_fours(x, w, s, bias, y, T, p, tl.num_programs(0), N, D, LD, HAS_BIAS, BM, BN, BK, PDL)
-
-
 def can_keep(x_TD: Tensor, w: Weight, settings: LinearSettings, /) -> bool:
-    """Tell whether ``run_few`` takes these: weights in FP8 blocks, whole parts, x of 16 bits, few tokens of fours."""
-    if not isinstance(w, Fp8) or x_TD.dtype.itemsize != 2 or x_TD.shape[1] % BLOCK or settings.programs == 0:
-        return False
-    if settings.dot:
-        return True
-    fours = x_TD.dtype == torch.bfloat16 and 1 < x_TD.shape[0] <= FOURS_TOKENS and not torch.version.hip
-    return fours and settings.depth >= x_TD.shape[1]
+    """Tell whether ``run_few`` takes these: weights in FP8 blocks, columns of whole parts, x of 16 bits."""
+    fits = isinstance(w, Fp8) and x_TD.dtype.itemsize == 2 and not x_TD.shape[1] % BLOCK
+    return fits and settings.dot and settings.programs > 0
 
 
 def run_few(x_TD: Tensor, fp8: Fp8, bias_N: Tensor | None, y: Tensor, depth: int, settings: LinearSettings, /) -> None:
@@ -274,21 +178,21 @@ def run_few(x_TD: Tensor, fp8: Fp8, bias_N: Tensor | None, y: Tensor, depth: int
     """
     (outputs, hidden), rest, tokens = fp8.w.shape, 0 if fp8.rest_MD is None else fp8.rest_MD.shape[0], x_TD.shape[0]
     programs = min(settings.programs, triton.cdiv(outputs, settings.rows))
-    least, of_rest = (LEAST_TOKENS, 16) if settings.dot else (2, 4)
     constants = {
         "N": outputs,
         "M": rest,
         "D": hidden,
         "HAS_BIAS": bias_N is not None,
-        "BM": max(least, triton.next_power_of_2(tokens)),
+        "BM": max(LEAST_TOKENS, triton.next_power_of_2(tokens)),
         "BN": settings.rows,
+        "BR": REST_ROWS,
         "BK": depth,
+        "STAGES": settings.stages,
+        "AHEAD": settings.ahead,
+        "LINE": LINE,
         "PDL": settings.pdl,
     }
-    if settings.dot:
-        constants |= {"STAGES": settings.stages, "AHEAD": settings.ahead, "LINE": LINE}
-    kernel = linear_kept if settings.dot else linear_fours
-    kernel[(programs + triton.cdiv(rest, of_rest), triton.cdiv(hidden, depth))](
+    linear_kept[(programs + triton.cdiv(rest, REST_ROWS), triton.cdiv(hidden, depth))](
         x_TD, fp8.w, fp8.scale, fp8.rest_MD, bias_N, y, tokens, **constants, num_warps=settings.warps,
         **launch_options(settings.pdl),
     )  # fmt: skip
