@@ -27,8 +27,9 @@ class LinearSettings:
     warps: of a program.
     stages: of its loop; 1 loads a step when it is needed.
     splits: parts of D with programs of their own; a second launch adds them in order.
-    dot: all tokens together, padded to 16, by matrix instructions; else a program takes one token, and of several
-        tokens all but the first read the weights from the cache.
+    dot: 1, all tokens together, padded to 16, by matrix instructions; 2, the same of weights in FP8 blocks as they are,
+        x in bfloat16 being sums of two values of FP8, and of anything else as 1; 0, a program takes one token, and of
+        several tokens all but the first read the weights from the cache.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
     ahead: with pdl, steps whose weights are fetched into the cache before x is waited for; 0 or a power of two.
     programs: with a depth from D on and one token, programs that share the blocks of rows and keep x; 0 is one for each
@@ -40,7 +41,7 @@ class LinearSettings:
     warps: int
     stages: int
     splits: int
-    dot: bool
+    dot: int
     pdl: bool
     ahead: int = 0
     programs: int = 0
@@ -56,6 +57,10 @@ class LinearSettings:
                 raise ValueError(f"{name}={value} must be at least 1")
         if self.programs < 0:
             raise ValueError(f"programs={self.programs} must be 0, or how many programs share the blocks of rows")
+        if self.dot not in (0, 1, 2):
+            raise ValueError(f"dot={self.dot} must be 0, 1, or 2 for products of FP8 weights as they are")
+        if self.dot == 2 and (self.depth < 32 or self.programs):
+            raise ValueError(f"depth={self.depth} must be at least 32 with dot=2, and programs={self.programs} 0")
         if self.dot and (self.rows < 16 or self.depth < 16):
             raise ValueError(f"rows={self.rows} and depth={self.depth} must be at least 16 with dot=True")
         if self.ahead and not (self.pdl and _is_power_of_two(self.ahead)):
@@ -77,7 +82,7 @@ def linear_from_ints(values: Sequence[int]) -> LinearSettings:
     if len(values) != expected:
         raise ValueError(f"{len(values)} integers came; settings are {expected}, as linear_to_ints writes them")
     rows, depth, warps, stages, splits, dot, pdl, ahead, programs = values
-    return LinearSettings(rows, depth, warps, stages, splits, bool(dot), bool(pdl), ahead, programs)
+    return LinearSettings(rows, depth, warps, stages, splits, dot, bool(pdl), ahead, programs)
 
 
 def default_linear_settings(

@@ -27,22 +27,12 @@ from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_facto
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
 from .linear_few import LINE, can_keep, fetch_ahead, run_few
+from .linear_steps import linear_dot, load_weights
 from .linear_stream import run_stream
 from .normed import Unnormed, check_unnormed, load_norm, load_normed
 from .products import PART, add_bias, load_row, load_rows, sum_rows
 
 SUM_BLOCK = 256
-
-
-@triton.jit
-def load_weights(w, o_r, o_k, D: tl.constexpr, EVEN: tl.constexpr):
-    """Load [len(o_r), len(o_k)] of the weights, whose rows are inside; 0 past column D."""
-    at = w + o_r[:, None] * D + o_k[None, :]
-    if EVEN:
-        v = tl.load(at)
-    else:
-        v = tl.load(at, mask=o_k[None, :] < D, other=0.0)
-    return v
 
 
 @triton.jit
@@ -159,68 +149,6 @@ def linear_product(
 
 
 @triton.jit
-def dot_block(
-    x, w, s, bias, y, T, block, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All tokens, BN of N rows, and one part of D; y has LD columns."""
-    o_n = block * BN + tl.arange(0, BN)
-    part = tl.program_id(1)
-    o_t = tl.arange(0, BM)
-    o_k = tl.arange(0, BK)
-    even: tl.constexpr = D % SPLIT == 0
-    o_r = tl.minimum(o_n, N - 1).to(tl.int64)
-    if AHEAD > 0:
-        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
-    wait_alone(PDL)
-    if s is not None:
-        factors = factors_at(s, 0, 0, block * BN, N, D, 1)
-    acc = tl.zeros((BN, BM), tl.float32)
-    for k in tl.range(part * SPLIT, part * SPLIT + SPLIT, BK, num_stages=STAGES):
-        a = load_weights(w, o_r, k + o_k, D, even)
-        inside = o_t[:, None] < T
-        if not even:
-            inside = inside & (k + o_k[None, :] < D)
-        b = tl.load(x + o_t[:, None] * D + k + o_k[None, :], mask=inside, other=0.0)
-        if s is None:
-            acc = tl.dot(a, b.T, acc, input_precision="ieee")
-        else:
-            # A part that is not even may have a step past the last block: its products are 0, whatever they are times.
-            factor = tl.load(factors + tl.minimum(k, D - 1) // SIDE)
-            acc += tl.dot(a.to(b.dtype), b.T, input_precision="ieee") * factor
-    if HAS_BIAS:
-        acc += add_bias(tl.zeros((BN,), tl.float32), bias, o_n, N, HAS_BIAS)[:, None]
-    at = y + (part.to(tl.int64) * T + o_t[None, :]) * LD + o_n[:, None]
-    tl.store(at, acc.to(y.dtype.element_ty), mask=(o_t[None, :] < T) & (o_n[:, None] < N))
-
-
-@triton.jit
-def linear_dot(
-    x, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT)."""
-    start_next(PDL)
-    block = tl.program_id(0)
-    if M > 0:
-        first: tl.constexpr = (M + BN - 1) // BN
-        LD: tl.constexpr = N + M
-        if block < first:
-            dot_block(
-                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, block, M, D, LD, SPLIT, HAS_BIAS, BM, BN, BK,
-                STAGES, AHEAD, LINE, PDL,
-            )  # fmt: skip
-        else:
-            dot_block(
-                x, w, s, bias, y, T, block - first, N, D, LD, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL
-            )
-    else:
-        dot_block(x, w, s, bias, y, T, block, N, D, N, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL)
-
-
-@triton.jit
 def sum_parts(
     parts, bias, y, T, N: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
     PDL: tl.constexpr,
@@ -273,7 +201,8 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
 
     Args:
         x_TD: rows, 0 <= T <= 16, of weights in FP8 blocks 64.
-        w_ND: weights, contiguous; in FP8 blocks they are converted where they are multiplied.
+        w_ND: weights, contiguous; in FP8 blocks they are converted where they are multiplied, but for dot=2 and x in
+            bfloat16.
         settings: blocks.
         bias_N: of the dtype of x, or None.
 
@@ -387,8 +316,9 @@ def _launch(
     tensors = (w, s, rest_MD, bias_N, y)
     options = {"num_warps": settings.warps} | launch_options(settings.pdl)
     if settings.dot:
+        pairs = settings.dot == 2 and can_pack(x_TD, w_ND)
         block = max(MAX_TOKENS, triton.next_power_of_2(tokens))
-        linear_dot[(blocks, splits)](x_TD, *tensors, tokens, **constants, BM=block, **options)
+        linear_dot[(blocks, splits)](x_TD, *tensors, tokens, **constants, BM=block, PAIRS=pairs, **options)
     else:
         linear_product[(blocks * tokens, splits)](
             x_TD, branch_1D, norm_D, total_1D, *tensors, tokens, EPS=eps, **constants, **options

@@ -162,7 +162,7 @@ def linear_kept(
 def can_keep(x_TD: Tensor, w: Weight, settings: LinearSettings, /) -> bool:
     """Tell whether ``run_few`` takes these: weights in FP8 blocks, columns of whole parts, x of 16 bits."""
     fits = isinstance(w, Fp8) and x_TD.dtype.itemsize == 2 and not x_TD.shape[1] % BLOCK
-    return fits and settings.dot and settings.programs > 0
+    return fits and settings.dot == 1 and settings.programs > 0
 
 
 def run_few(x_TD: Tensor, fp8: Fp8, bias_N: Tensor | None, y: Tensor, depth: int, settings: LinearSettings, /) -> None:

@@ -1,0 +1,127 @@
+"""A dense projection of several tokens by matrix instructions, in steps over blocks of both operands.
+
+PAIRS, for weights in FP8 blocks and bfloat16: x becomes, step by step, a sum of two values of FP8, so that no weight is
+converted. Together these carry the eight digits of bfloat16, down to 2^-16 of the token's largest value in the step.
+
+Letters: T tokens, N rows of the weight matrix, M unquantised rows behind them, D summed dimension.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+# ruff: noqa: SIM108
+
+import triton
+import triton.language as tl
+
+from .fp8 import SIDE, factors_at
+from .launch import start_next, wait_alone
+from .linear_few import fetch_ahead
+from .moe_split import power_of
+from .products import add_bias
+
+
+@triton.jit
+def load_weights(w, o_r, o_k, D: tl.constexpr, EVEN: tl.constexpr):
+    """Load [len(o_r), len(o_k)] of the weights, whose rows are inside; 0 past column D."""
+    at = w + o_r[:, None] * D + o_k[None, :]
+    if EVEN:
+        v = tl.load(at)
+    else:
+        v = tl.load(at, mask=o_k[None, :] < D, other=0.0)
+    return v
+
+
+@triton.jit
+def split_pairs(v, by):
+    """Split v times ``by``, below 2^8, into values of FP8 of four digits and what these are off by.
+
+    The first are rounded in float32, as ``moe_split.split_values`` says, but halves away from zero, and without regard
+    to the steps of 2^-9 that FP8 ends with: at most 2^-9 is lost there.
+    """
+    scaled = v * by
+    near = ((scaled.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
+    return near.to(tl.float8e4nv), (scaled - near).to(tl.float8e4nv)
+
+
+@triton.jit
+def multiply_pairs(a, b, factor):
+    """Products [BN, BM] of weights a in FP8 and tokens b [BM, BK], times ``factor``; NaN of tokens not all finite."""
+    v = b.to(tl.float32)
+    # As integers, since what is no number has the largest.
+    top = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    by, back = power_of(top)
+    back = tl.where(top < 0x7F800000, back, float("nan"))
+    high, low = split_pairs(v, by[:, None])
+    p = tl.dot(a, high.T)
+    p = tl.dot(a, low.T, p)
+    return p * (factor * back)[None, :]
+
+
+@triton.jit
+def dot_block(
+    x, w, s, bias, y, T, block, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All tokens, BN of N rows, and one part of D; y has LD columns."""
+    o_n = block * BN + tl.arange(0, BN)
+    part = tl.program_id(1)
+    o_t = tl.arange(0, BM)
+    o_k = tl.arange(0, BK)
+    even: tl.constexpr = D % SPLIT == 0
+    o_r = tl.minimum(o_n, N - 1).to(tl.int64)
+    if AHEAD > 0:
+        fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
+    wait_alone(PDL)
+    if s is not None:
+        factors = factors_at(s, 0, 0, block * BN, N, D, 1)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k in tl.range(part * SPLIT, part * SPLIT + SPLIT, BK, num_stages=STAGES):
+        a = load_weights(w, o_r, k + o_k, D, even)
+        inside = o_t[:, None] < T
+        if not even:
+            inside = inside & (k + o_k[None, :] < D)
+        b = tl.load(x + o_t[:, None] * D + k + o_k[None, :], mask=inside, other=0.0)
+        if s is None:
+            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+        else:
+            # A part that is not even may have a step past the last block: its products are 0, whatever they are times.
+            factor = tl.load(factors + tl.minimum(k, D - 1) // SIDE)
+            if PAIRS:
+                acc += multiply_pairs(a, b, factor)
+            else:
+                acc += tl.dot(a.to(b.dtype), b.T, input_precision="ieee") * factor
+    if HAS_BIAS:
+        acc += add_bias(tl.zeros((BN,), tl.float32), bias, o_n, N, HAS_BIAS)[:, None]
+    at = y + (part.to(tl.int64) * T + o_t[None, :]) * LD + o_n[:, None]
+    tl.store(at, acc.to(y.dtype.element_ty), mask=(o_t[None, :] < T) & (o_n[:, None] < N))
+
+
+@triton.jit
+def linear_dot(
+    x, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT).
+
+    With PAIRS, weights in FP8 blocks are multiplied as they are, with x as sums of two values of FP8.
+    """
+    start_next(PDL)
+    block = tl.program_id(0)
+    if M > 0:
+        first: tl.constexpr = (M + BN - 1) // BN
+        LD: tl.constexpr = N + M
+        # Rows of twice the bytes: less shared memory for them leaves more to all, and their lines are asked for before.
+        stages: tl.constexpr = min(STAGES, 3) if PAIRS else STAGES
+        ahead: tl.constexpr = AHEAD * 4 if PAIRS else AHEAD
+        if block < first:
+            dot_block(
+                x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, block, M, D, LD, SPLIT, HAS_BIAS, BM, BN, BK,
+                stages, ahead, LINE, PAIRS, PDL,
+            )  # fmt: skip
+        else:
+            dot_block(
+                x, w, s, bias, y, T, block - first, N, D, LD, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PAIRS,
+                PDL,
+            )  # fmt: skip
+    else:
+        dot_block(x, w, s, bias, y, T, block, N, D, N, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PAIRS, PDL)
