@@ -64,7 +64,7 @@ def list_wide(tokens: int) -> Iterator[LinearSettings]:
         yield from [pairs(64, 4, 4, ahead=4), pairs(64, 4, 6), pairs(64, 4, 4, 2), pairs(128, 8, 4)]
         yield from [pairs(128, 8, 4, 2), pairs(128, 4, 4, 2)]
     else:
-        yield steps(64, 4, 4, ahead=4)
+        yield from [steps(64, 4, 4, ahead=4), steps(128, 8, 4)]
         yield from [pairs(64, 4, 4, ahead=4), pairs(64, 4, 4, 2), pairs(128, 8, 4), pairs(128, 8, 4, 2)]
         yield from [pairs(128, 4, 4, ahead=4), pairs(128, 4, 4, 2)]
 

@@ -15,6 +15,7 @@ FP8_TOKENS = 64  # the same of weights in FP8 blocks, which torch's product read
 BLOCK = 2048  # weights that a program of four warps loads at once, of FP8 twice as many
 PROGRAMS = 512  # enough to keep all processors of a large GPU reading
 STREAMS = 264  # programs that go on to their next blocks, two for each multiprocessor of an H200
+MANY_OUTPUTS = 96 * 128  # whose blocks of 128 rows fill most of the 132 multiprocessors of an H200
 FEW_OUTPUTS = 1024  # so few outputs are launched as one program each
 
 
@@ -137,8 +138,10 @@ def _few_tokens(tokens: int, outputs: int, hidden: int) -> LinearSettings:
         return LinearSettings(16, depth, 4, 3, 1, dot=True, pdl=True, ahead=2, programs=STREAMS)
     if tokens <= 8:
         return LinearSettings(16, 1024, 4, 2, -(-hidden // 1024), dot=True, pdl=True, ahead=1, programs=STREAMS // 2)
-    if wide and tokens > 32:
+    if wide and tokens > 32 and outputs >= MANY_OUTPUTS:
         return LinearSettings(128, 128, 8, 4, 1, dot=True, pdl=True, ahead=2)
+    if wide and tokens > 32:
+        return LinearSettings(64, 128, 4, 4, 1, dot=True, pdl=True, ahead=4)
     if wide:
         return LinearSettings(64, 128, 4, 3, 2, dot=True, pdl=True, ahead=2)
     splits = 8 if tokens <= 32 else 4

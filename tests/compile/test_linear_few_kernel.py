@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed; it is what runs a
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing; unset TRITON_INTERPRET", allow_module_level=True)
 
-from fmoe.compile.kernels.linear import LinearSettings, default_linear_settings, run_linear
+from fmoe.compile.kernels.linear import LinearSettings, default_linear_settings, linear_to_ints, run_linear
 from fmoe.compile.kernels.offline import empty_weight, find_misfits, recorded_launches
 from fmoe.functional.quant import FP8
 
@@ -58,6 +58,25 @@ def test_default_settings_fit(shape, target):
         settings = default_linear_settings(tokens, outputs + rest, hidden, FP8, TARGETS[target])
         misfits += find_misfits(record(tokens, SHAPES[shape], settings), target)
     assert misfits == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "expected"),
+    [
+        ("in", (2, 8), [16, 2048, 4, 3, 1, 1, 1, 2, 264]),
+        ("in", (9, 32), [64, 128, 4, 3, 2, 1, 1, 2, 0]),
+        ("in", (33, 64), [128, 128, 8, 4, 1, 1, 1, 2, 0]),
+        ("attention in", (2, 8), [16, 2048, 4, 3, 1, 1, 1, 2, 264]),
+        ("attention in", (33, 64), [64, 128, 4, 4, 1, 1, 1, 4, 0]),
+        ("out", (2, 8), [16, 1024, 4, 2, 4, 1, 1, 1, 132]),
+        ("out", (9, 32), [64, 128, 4, 5, 8, 1, 1, 2, 0]),
+        ("out", (33, 64), [64, 128, 4, 4, 4, 1, 1, 2, 0]),
+    ],
+)
+def test_the_rule_takes_what_was_fastest(shape, tokens, expected):
+    outputs, hidden, rest = SHAPES[shape]
+    for count in tokens:
+        assert linear_to_ints(default_linear_settings(count, outputs + rest, hidden, FP8, "hopper")) == expected
 
 
 @pytest.mark.parametrize(("tokens", "block"), [(2, 8), (9, 16), (17, 32)])

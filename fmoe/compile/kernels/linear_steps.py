@@ -31,14 +31,14 @@ def load_weights(w, o_r, o_k, D: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def split_pairs(v, by):
-    """Split v times ``by``, below 2^8, into values of FP8 of four digits and what these are off by.
+    """Split v times ``by``, below 2^8, into its first four digits and the other four, both in FP8.
 
-    The first are rounded in float32, as ``moe_split.split_values`` says, but halves away from zero, and without regard
-    to the steps of 2^-9 that FP8 ends with: at most 2^-9 is lost there.
+    The first are cut off in float32, for the reason that ``moe_split.split_values`` gives. FP8 ends with steps of 2^-9:
+    at most one is lost there.
     """
     scaled = v * by
-    near = ((scaled.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
-    return near.to(tl.float8e4nv), (scaled - near).to(tl.float8e4nv)
+    first = (scaled.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
+    return first.to(tl.float8e4nv), (scaled - first).to(tl.float8e4nv)
 
 
 @triton.jit
