@@ -26,7 +26,7 @@ from fmoe.compile.kernels.linear import LinearSettings, default_linear_settings,
 from fmoe.functional.quant import FP8, Fp8, dequantize
 
 SHAPES = {"in": (12288, 64, 2048), "attention": (9216, 0, 2048), "out": (2048, 0, 4096)}  # N, M, D
-TOKENS = "2,8,16,32,64"
+TOKENS = "2,3,4,8,16,32,64"
 GBPS = 4650  # of reading
 WORST = 3e-3  # error of the worst token; bfloat16 alone rounds by 1.7e-3
 THREADS = 15
@@ -44,41 +44,37 @@ def steps(rows: int, warps: int, stages: int, splits: int = 1, ahead: int = 2) -
     return LinearSettings(rows, 128, warps, stages, splits, dot=True, pdl=True, ahead=ahead)
 
 
-def pairs(rows: int, warps: int, stages: int, splits: int = 1, ahead: int = 2) -> LinearSettings:
-    """As ``steps``, but weights stay in FP8, and tokens are sums of two values of it."""
-    return LinearSettings(rows, 128, warps, stages, splits, dot=2, pdl=True, ahead=ahead)
+def vectors(rows: int, depth: int, warps: int, programs: int = 0) -> LinearSettings:
+    """Rows held whole, multiplied by each token."""
+    return LinearSettings(rows, depth, warps, 1, 1, dot=False, pdl=True, programs=programs)
 
 
 def list_wide(tokens: int) -> Iterator[LinearSettings]:
-    """List candidates of many rows, D 2048: the best that convert weights, and those that do not."""
-    if tokens <= 8:
-        yield kept(16, 2048, 8, 3, 1, 264)
-        yield from [pairs(64, 4, 6, ahead=4), pairs(64, 4, 8), pairs(64, 4, 4, 2), pairs(64, 4, 6, 2, 4)]
-        yield from [pairs(64, 4, 4, 4), pairs(128, 8, 4, 2)]
-    elif tokens <= 16:
-        yield steps(64, 4, 4)
-        yield from [pairs(64, 4, 6, ahead=4), pairs(64, 4, 8), pairs(64, 4, 4, 2), pairs(64, 4, 6, 2, 4)]
-        yield from [pairs(128, 8, 4, 2), pairs(128, 4, 4, 2)]
-    elif tokens <= 32:
-        yield steps(64, 4, 4)
-        yield from [pairs(64, 4, 4, ahead=4), pairs(64, 4, 6), pairs(64, 4, 4, 2), pairs(128, 8, 4)]
-        yield from [pairs(128, 8, 4, 2), pairs(128, 4, 4, 2)]
-    else:
+    """List candidates of many rows, D 2048."""
+    if tokens <= 2:
+        yield from [vectors(16, 2048, 4, 264), vectors(16, 2048, 4, 396), vectors(16, 2048, 8, 132)]
+        yield from [vectors(8, 2048, 4, 264), vectors(8, 2048, 4, 396), vectors(8, 2048, 4, 528)]
+        yield from [vectors(8, 2048, 4, 384), vectors(8, 2048, 8, 264), vectors(4, 2048, 4, 528)]
+        yield from [vectors(16, 2048, 8, 264), vectors(32, 2048, 8, 132), vectors(8, 2048, 2, 528)]
+    if 1 < tokens <= 8:
+        yield from [kept(16, 2048, 4, 3, 1, 264), kept(16, 2048, 8, 3, 1, 264), kept(16, 2048, 4, 2, 1, 264)]
+        yield from [kept(16, 2048, 4, 3, 1, 396), kept(16, 2048, 4, 4, 1, 132, 4)]
+    elif 8 < tokens <= 32:
+        yield from [steps(64, 4, 4), steps(64, 4, 3, 2)]
+    elif tokens > 32:
         yield from [steps(64, 4, 4, ahead=4), steps(128, 8, 4)]
-        yield from [pairs(64, 4, 4, ahead=4), pairs(64, 4, 4, 2), pairs(128, 8, 4), pairs(128, 8, 4, 2)]
-        yield from [pairs(128, 4, 4, ahead=4), pairs(128, 4, 4, 2)]
 
 
 def list_deep(tokens: int) -> Iterator[LinearSettings]:
     """List candidates of 2048 rows, D 4096, as ``list_wide``."""
-    if tokens <= 8:
-        yield kept(16, 4096, 8, 2, 1, 128, 1)
-    if tokens <= 32:
-        yield from [pairs(64, 4, 4, 4), pairs(64, 4, 6, 4, 4), pairs(64, 4, 4, 8), pairs(64, 4, 5, 8, 4)]
-        yield from [pairs(128, 8, 4, 8), pairs(128, 4, 4, 8)]
-    else:
-        yield from [pairs(64, 4, 4, 4), pairs(64, 4, 6, 4, 4), pairs(64, 4, 4, 8), pairs(64, 8, 4, 4)]
-        yield from [pairs(128, 8, 4, 8), pairs(128, 4, 4, 8)]
+    if tokens <= 2:
+        yield from [vectors(2, 4096, 4), vectors(1, 4096, 4), vectors(4, 4096, 4), vectors(4, 4096, 8)]
+        yield from [vectors(2, 4096, 8), vectors(2, 4096, 2)]
+        yield from [vectors(4, 4096, 4, 264), vectors(8, 4096, 8, 256), vectors(2, 4096, 4, 512)]
+    if 1 < tokens <= 8:
+        yield from [kept(16, 4096, 8, 2, 1, 128, 1), kept(16, 1024, 4, 2, 4, 132, 1)]
+    elif tokens > 8:
+        yield from [steps(64, 4, 5, 8), steps(64, 4, 4, 4)]
 
 
 def list_cases(shape: str, tokens: int) -> list[LinearSettings]:
@@ -118,7 +114,7 @@ def compile_all(cases: list[Case]) -> set[Case]:
 
 def describe(settings: LinearSettings) -> str:
     """Write settings in a few letters."""
-    form = "kept" if settings.programs and settings.dot else ("product", "steps", "pairs")[settings.dot]
+    form = "kept" if settings.programs and settings.dot else ("vectors", "steps")[settings.dot]
     return (
         f"{form} {settings.rows}x{settings.depth} w{settings.warps} s{settings.stages} /{settings.splits} "
         f"ahead{settings.ahead} in {settings.programs}{'' if settings.pdl else ' no pdl'}"

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.moe_shapes import capture, time_graph
-from fmoe.compile.causal_ops import attend_causal_op, attend_flash, attend_in_parts
-from fmoe.compile.chunk_ops import delta_chunked_op, delta_prefill_kernels
+from fmoe.compile.causal_ops import attend_causal_op, attend_flash
+from fmoe.compile.chunk_ops import delta_prefill_kernels
 from fmoe.compile.chunk_settings import ChunkSettings, InputSettings, default_chunk_settings, default_input_settings
 from fmoe.compile.device import target_of
 from fmoe.compile.kernels.delta_inputs import mix_chunk_inputs, norm_chunk_outputs, prefill_delta_
@@ -141,11 +141,31 @@ def time_layer(tokens: int, rule: ChunkSettings, settings: InputSettings) -> dic
     return {name: round(time_graph(capture(work), samples=5), 1) for name, work in works.items()}
 
 
+def attend_in_parts(q_BTHC: Tensor, k_BJMC: Tensor, v_BJMC: Tensor, /, *, scale: float | None = None) -> Tensor:
+    """``attend_causal`` by cuDNN in two parts: the slots before the chunk, seen by all, and the chunk's own.
+
+    Each part gives the logarithm of its softmax's sum, by which the two are weighed.
+    """
+    past, q_BHTC = k_BJMC.shape[2] - q_BTHC.shape[1], q_BTHC.transpose(1, 2)
+    (old_BHTC, old_lse), (own_BHTC, own_lse) = (
+        torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q_BHTC, k_BJMC[:, :, part], v_BJMC[:, :, part], None, True, 0.0, causal, False, scale=scale
+        )[:2]
+        for part, causal in ((slice(past), False), (slice(past, None), True))
+    )
+    weight_BHT1 = (old_lse - own_lse).view(*q_BHTC.shape[:3], 1).sigmoid()
+    out_BHTC = torch.lerp(own_BHTC.float(), old_BHTC.float(), weight_BHT1).to(q_BTHC.dtype)
+    return out_BHTC.transpose(1, 2).contiguous()
+
+
 def mix_composed(projected_BTN: Tensor, cache: DeltaCache, params: DeltaParams, config: DeltaConfig) -> Tensor:
-    """``delta_mix`` with the chunk rule's kernels alone, which is left to the compiler."""
+    """``delta_mix`` with the chunk rule's kernels alone; all else is left to the compiler."""
+    settings = default_chunk_settings(
+        config.key_size, config.value_size, torch.float16, target=target_of(projected_BTN.device)
+    )
 
     def rule(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return delta_chunked_op(q.half(), k.half(), v.to(projected_BTN.dtype), *rest, kernels=True)
+        return chunk_delta(q.half(), k.half(), v.to(projected_BTN.dtype), *rest, settings)
 
     return delta_mix(projected_BTN, cache, params, config, chunk_rule=rule)
 

@@ -90,7 +90,7 @@ def prefill(
     Returns:
         float32 [B, V], logits after each prompt's last token.
     """
-    logits, first, seen, chunk = [], 0, 0, chunk or choose_chunk(model)
+    logits, first, seen, chunk = [], 0, 0, choose_chunk(model) if chunk is None else chunk
     if origin is not None:
         state, seen = copy_state_(origin, state), len(origin)
     for length, group in groupby(prompts, key=len):
@@ -161,7 +161,7 @@ def decode_batch(
     Raises:
         RuntimeError: a row's logits hold NaN or infinity; the message names the layer.
     """
-    lengths, chunk = [len(ids) for ids in prompts], chunk or choose_chunk(model)
+    lengths, chunk = [len(ids) for ids in prompts], choose_chunk(model) if chunk is None else chunk
     machine = machine or choose_machine(model, steps)
     batch = _open_batch(model, steps, len(prompts), max(lengths) + options.max_new_tokens, options, machine)
     watch = batch.watch if isinstance(batch, SpeculativeBatch) else None

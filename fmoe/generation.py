@@ -17,7 +17,7 @@ from fmoe.compile.step import Steps
 from .ambient import check_model, undisturbed
 from .cache_size import check_room, choose_batch_size
 from .completion import Completion, Row, StreamedToken, shown_logprobs
-from .decoding import PREFILL_CHUNK, SCORE_CHUNK, Keep, compute_head, decode_batch, explain_nan, new_state, run
+from .decoding import SCORE_CHUNK, Keep, compute_head, decode_batch, explain_nan, new_state, run
 from .model import Model, check_progress, choose_steps
 from .options import Options, Speculate, is_integer, resolve_options
 from .prompts import Prompt, encode_prompt, split_prompts, stack_ids
@@ -365,5 +365,5 @@ def _score_row(model: Model, steps: Steps, ids: Sequence[int]) -> float:
         total -= logprobs_TV.gather(1, tokens_1T[0, start + 1 : end + 1, None]).sum(dtype=torch.float64)
         total = total.masked_fill(broken, torch.nan)
     if not total.isfinite():
-        raise RuntimeError(explain_nan(model, ids[:-1], steps, chunk=PREFILL_CHUNK))
+        raise RuntimeError(explain_nan(model, ids[:-1], steps, chunk=SCORE_CHUNK))
     return float(total) / (len(ids) - 1)

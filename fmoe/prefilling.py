@@ -6,7 +6,8 @@ from fmoe.compile.step import Steps
 
 from .ambient import check_model, undisturbed
 from .cache_size import check_room
-from .decoding import PREFILL_CHUNK, explain_nan, new_state
+from .chunks import choose_chunk
+from .decoding import explain_nan, new_state
 from .decoding import prefill as prefill_rows
 from .model import Model, choose_steps
 from .prompts import Prompt, encode_prompt
@@ -51,5 +52,5 @@ def run_prompt(model: Model, steps: Steps, ids: Sequence[int], origin: State | N
     rows = new_state(model, 1, len(ids))
     logits_1V = prefill_rows(model, steps, [ids], rows, origin=origin)
     if not logits_1V.isfinite().all():
-        raise RuntimeError(explain_nan(model, ids, steps, chunk=PREFILL_CHUNK))
+        raise RuntimeError(explain_nan(model, ids, steps, chunk=choose_chunk(model)))
     return State(tuple(ids), rows.caches, logits_1V[0].clone(), fingerprint_of(model))

@@ -45,23 +45,6 @@ def attend_flash(q_BTHC: Tensor, k_BJMC: Tensor, v_BJMC: Tensor, /, *, scale: fl
     return out_BTHC.contiguous()
 
 
-def attend_in_parts(q_BTHC: Tensor, k_BJMC: Tensor, v_BJMC: Tensor, /, *, scale: float | None = None) -> Tensor:
-    """``attend_causal`` by cuDNN in two parts: the slots before the chunk, seen by all, and the chunk's own.
-
-    Each part gives the logarithm of its softmax's sum, by which the two are weighed.
-    """
-    past, q_BHTC = k_BJMC.shape[2] - q_BTHC.shape[1], q_BTHC.transpose(1, 2)
-    (old_BHTC, old_lse), (own_BHTC, own_lse) = (
-        torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q_BHTC, k_BJMC[:, :, part], v_BJMC[:, :, part], None, True, 0.0, causal, False, scale=scale
-        )[:2]
-        for part, causal in ((slice(past), False), (slice(past, None), True))
-    )
-    weight_BHT1 = (old_lse - own_lse).view(*q_BHTC.shape[:3], 1).sigmoid()
-    out_BHTC = torch.lerp(own_BHTC.float(), old_BHTC.float(), weight_BHT1).to(q_BTHC.dtype)
-    return out_BHTC.transpose(1, 2).contiguous()
-
-
 def attend_causal_op(q_BTHC: Tensor, k_BJMC: Tensor, v_BJMC: Tensor, /, *, scale: float | None = None) -> Tensor:
     """``attend_causal`` behind ``fmoe::attend_causal``."""
     out_BTHC: Tensor = torch.ops.fmoe.attend_causal(q_BTHC, k_BJMC, v_BJMC, scale)

@@ -1,8 +1,6 @@
 """The chunk rule of Gated DeltaNet as an op: its loop over chunks would give one graph per chunk count. And all that
-stands between the projections as one, in kernels.
-
-Kernels are asked for by an argument, and the op takes them for sizes that they take, which a graph of any length must
-not look at.
+stands between the projections as one, in kernels for the sizes that they take, which a graph of any length must not
+look at.
 
 Letters: as in fmoe/functional/deltanet.py.
 """
@@ -20,34 +18,22 @@ from .device import target_of
 
 if find_spec("triton"):
     from .kernels.delta_inputs import prefill_delta_
-    from .kernels.delta_prefill import chunk_delta
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
-LIBRARY.define(
-    "delta_chunked(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, bool kernels=False) "
-    "-> (Tensor, Tensor)"
-)
+LIBRARY.define("delta_chunked(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state) -> (Tensor, Tensor)")
 LIBRARY.define(
     "delta_prefill_(Tensor projected, Tensor(a!) window, Tensor(b!) state, Tensor w_conv, Tensor decay, "
     "Tensor dt_bias, Tensor norm, int key_heads, float eps) -> Tensor"
 )
 
 
-def _delta_chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, kernels: bool = False
-) -> tuple[Tensor, Tensor]:
-    if kernels:
-        target, key_size = target_of(q.device), q.shape[-1]
-        if fits_kernels(q.shape[1], key_size, q.dtype, target=target):
-            settings = default_chunk_settings(key_size, v.shape[-1], q.dtype, target=target)
-            return chunk_delta(q, k, v, g, beta, state, settings)
-        q, k, v = q.to(state.dtype), k.to(state.dtype), v.to(state.dtype)
+def _delta_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     o, new_state = delta_chunked(q, k, v, g, beta, state)
     return o.contiguous(), new_state.clone() if new_state is state else new_state
 
 
 def _delta_chunked_fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, kernels: bool = False
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     return state.new_empty(v.shape), state.new_empty(state.shape)
 
@@ -95,15 +81,9 @@ def delta_chunked_op(
     beta_BTH: Tensor,
     state_BHKV: Tensor,
     /,
-    *,
-    kernels: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``delta_chunked`` behind ``fmoe::delta_chunked``.
-
-    Args:
-        kernels: take the kernels for sequences that are long enough; q, k and v may then be in half precision.
-    """
-    o_BTHV, new_BHKV = torch.ops.fmoe.delta_chunked(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, kernels)
+    """``delta_chunked`` behind ``fmoe::delta_chunked``."""
+    o_BTHV, new_BHKV = torch.ops.fmoe.delta_chunked(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
     return o_BTHV, new_BHKV
 
 

@@ -19,14 +19,13 @@ from fmoe.functional.sampling import sample_greedy
 from .attend_few_ops import MOST_TOKENS, attend_few_lengths_op, attend_few_step_op_
 from .attend_ops import attend_lengths_op, attend_step_op_
 from .chunk_ops import delta_prefill_kernels
-from .delta_ops import add_rms_norm_op, delta_decode_op, delta_verify_op
+from .delta_ops import add_rms_norm_any, delta_decode_op, delta_verify_op
 from .delta_settings import why_not_verify
 from .head_ops import choose_tokens_op
 from .normed_ops import add_normed_kernels
 from .probing import probe_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_CHANNELS = 16384  # of a row that one program normalises
 MOST_ROWS = 16  # that one launch of the head takes
 
 
@@ -77,15 +76,15 @@ def delta_verify_any(
 
 def add_norm_single(x_BTD: Tensor, branch_BTD: Tensor, weight_D: Tensor, /, *, eps: float) -> tuple[Tensor, Tensor]:
     """``add_rms_norm``, in one launch for T = 1; several tokens keep the reference, which the compiler fuses."""
-    if x_BTD.shape[1] == 1 and x_BTD.shape[-1] <= MOST_CHANNELS:
-        return add_rms_norm_op(x_BTD, branch_BTD, weight_D, eps=eps)
+    if x_BTD.shape[1] == 1:
+        return add_rms_norm_any(x_BTD, branch_BTD, weight_D, eps=eps)
     return add_rms_norm(x_BTD, branch_BTD, weight_D, eps=eps)
 
 
 def add_norm_few(x_BTD: Tensor, branch_BTD: Tensor, weight_D: Tensor, /, *, eps: float) -> tuple[Tensor, Tensor]:
     """``add_norm_single`` that takes the newest token with its drafts in one launch, too."""
-    if x_BTD.shape[1] <= MOST_TOKENS and x_BTD.shape[-1] <= MOST_CHANNELS:
-        return add_rms_norm_op(x_BTD, branch_BTD, weight_D, eps=eps)
+    if x_BTD.shape[1] <= MOST_TOKENS:
+        return add_rms_norm_any(x_BTD, branch_BTD, weight_D, eps=eps)
     return add_rms_norm(x_BTD, branch_BTD, weight_D, eps=eps)
 
 
@@ -94,7 +93,9 @@ def choose_draft_kernels(kernels: Kernels, /) -> Kernels:
 
     Elsewhere, to ask for a few tokens would give prompts of so few a graph of their own.
     """
-    return replace(kernels, add_norm=add_norm_few) if kernels.add_norm is add_norm_single else kernels
+    if kernels.add_norm is not add_norm_single:
+        return kernels
+    return replace(kernels, add_norm=add_norm_few, normed_tokens=MOST_TOKENS)
 
 
 def choose_tokens_any(x_BD: Tensor, head_VD: Tensor, /) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,9 @@ class AttendSettings:
     slots: cache slots that one program reads at a time.
     heads: query heads of one kv head that one program serves, counted once for each token of a sequence.
     channels: output channels that one program of the second launch writes.
-    pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
-    early: with pdl, the kernels that take a projection read all else before the launch in front is over; positions,
-        angles and earlier slots must not be written by that launch, nor by one that let its next start at once.
+    pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later. The kernels that take a projection
+        then read all else before the launch in front is over: positions, angles and earlier slots must not be written
+        by that launch, nor by one that let its next start at once.
     """
 
     splits: int
@@ -36,7 +36,6 @@ class AttendSettings:
     stages: int
     channels: int = 64
     pdl: bool = False
-    early: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.splits <= MOST_SPLITS:
@@ -79,10 +78,10 @@ def decode_settings_to_ints(settings: AttendSettings | HeadSettings) -> list[int
 
 def attend_settings_from_ints(values: Sequence[int]) -> AttendSettings:
     """Read what ``decode_settings_to_ints`` wrote."""
-    if len(values) != 8:
-        raise ValueError(f"{len(values)} integers came; settings of attention are 8, as decode_settings_to_ints writes")
-    splits, slots, heads, warps, stages, channels, pdl, early = values
-    return AttendSettings(splits, slots, heads, warps, stages, channels, bool(pdl), bool(early))
+    if len(values) != 7:
+        raise ValueError(f"{len(values)} integers came; settings of attention are 7, as decode_settings_to_ints writes")
+    splits, slots, heads, warps, stages, channels, pdl = values
+    return AttendSettings(splits, slots, heads, warps, stages, channels, bool(pdl))
 
 
 def head_settings_from_ints(values: Sequence[int]) -> HeadSettings:

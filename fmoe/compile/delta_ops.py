@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fmoe.functional.cache import DeltaCache, PendingDelta
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams
+from fmoe.functional.norm import add_rms_norm
 
 from .delta_settings import (
     DeltaSettings,
@@ -26,6 +27,7 @@ from .delta_settings import (
 )
 from .device import target_of
 
+MOST_CHANNELS = 16384  # of a row that one program normalises
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
 
 if find_spec("triton"):
@@ -210,6 +212,13 @@ def add_rms_norm_op(
     """``add_rms_norm`` in one launch; None chooses by rule whether it is a dependent one."""
     y_D, total_D = torch.ops.fmoe.add_rms_norm(x_D, branch_D, weight_D, eps, pdl)
     return y_D, total_D
+
+
+def add_rms_norm_any(x_D: Tensor, branch_D: Tensor, weight_D: Tensor, /, *, eps: float) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm``, in one launch where a program holds the rows."""
+    if x_D.shape[-1] <= MOST_CHANNELS:
+        return add_rms_norm_op(x_D, branch_D, weight_D, eps=eps)
+    return add_rms_norm(x_D, branch_D, weight_D, eps=eps)
 
 
 def rms_norm_op(x_D: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool | None = None) -> Tensor:

@@ -13,8 +13,9 @@ from .settings import Target
 MAX_TOKENS = 16  # rows of x that one program multiplies with its rows of the weights
 FP8_TOKENS = 64  # the same of weights in FP8 blocks, which torch's product reads only after they are dequantised
 BLOCK = 2048  # weights that a program of four warps loads at once, of FP8 twice as many
+VECTOR_TOKENS = 2  # of weights in FP8 blocks, that are multiplied by vectors
 PROGRAMS = 512  # enough to keep all processors of a large GPU reading
-STREAMS = 264  # programs that go on to their next blocks, two for each multiprocessor of an H200
+PROCESSORS = 132  # multiprocessors of an H200, for programs that go on to their next blocks
 MANY_OUTPUTS = 96 * 128  # whose blocks of 128 rows fill most of the 132 multiprocessors of an H200
 FEW_OUTPUTS = 1024  # so few outputs are launched as one program each
 
@@ -28,13 +29,13 @@ class LinearSettings:
     warps: of a program.
     stages: of its loop; 1 loads a step when it is needed.
     splits: parts of D with programs of their own; a second launch adds them in order.
-    dot: 1, all tokens together, padded to 16, by matrix instructions; 2, the same of weights in FP8 blocks as they are,
-        x in bfloat16 being sums of two values of FP8, and of anything else as 1; 0, a program takes one token, and of
-        several tokens all but the first read the weights from the cache.
+    dot: all tokens together, padded to 16, by matrix instructions; else by vectors, where a program takes one token,
+        and of several tokens all but the first read the weights from the cache; two together where its depth holds a
+        row whole.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
     ahead: with pdl, steps whose weights are fetched into the cache before x is waited for; 0 or a power of two.
-    programs: with a depth from D on and one token, programs that share the blocks of rows and keep x; 0 is one for each
-        block. Of weights in FP8 blocks only NVIDIA's kernels for bfloat16 have it.
+    programs: with a depth from D on and one token or two, programs that share the blocks of rows and keep x; 0 is one
+        for each block. Of weights in FP8 blocks only NVIDIA's kernels for bfloat16 have it.
     """
 
     rows: int
@@ -42,7 +43,7 @@ class LinearSettings:
     warps: int
     stages: int
     splits: int
-    dot: int
+    dot: bool
     pdl: bool
     ahead: int = 0
     programs: int = 0
@@ -58,10 +59,6 @@ class LinearSettings:
                 raise ValueError(f"{name}={value} must be at least 1")
         if self.programs < 0:
             raise ValueError(f"programs={self.programs} must be 0, or how many programs share the blocks of rows")
-        if self.dot not in (0, 1, 2):
-            raise ValueError(f"dot={self.dot} must be 0, 1, or 2 for products of FP8 weights as they are")
-        if self.dot == 2 and (self.depth < 32 or self.programs):
-            raise ValueError(f"depth={self.depth} must be at least 32 with dot=2, and programs={self.programs} 0")
         if self.dot and (self.rows < 16 or self.depth < 16):
             raise ValueError(f"rows={self.rows} and depth={self.depth} must be at least 16 with dot=True")
         if self.ahead and not (self.pdl and _is_power_of_two(self.ahead)):
@@ -83,7 +80,7 @@ def linear_from_ints(values: Sequence[int]) -> LinearSettings:
     if len(values) != expected:
         raise ValueError(f"{len(values)} integers came; settings are {expected}, as linear_to_ints writes them")
     rows, depth, warps, stages, splits, dot, pdl, ahead, programs = values
-    return LinearSettings(rows, depth, warps, stages, splits, dot, bool(pdl), ahead, programs)
+    return LinearSettings(rows, depth, warps, stages, splits, bool(dot), bool(pdl), ahead, programs)
 
 
 def default_linear_settings(
@@ -102,19 +99,8 @@ def default_linear_settings(
         LinearSettings.
     """
     wide = dtype.itemsize > 2
-    if dtype.itemsize == 1 and tokens == 1 and target != "hip":
-        # Chosen inside a chain of layers on an H200, where a kernel starts before the one in front is over.
-        pdl = target == "hopper"
-        if outputs >= 8 * PROGRAMS and hidden <= 2048:
-            blocks = -(-outputs // 16)
-            programs = -(-blocks // -(-blocks // STREAMS))
-            depth = max(128, _round_up(hidden))
-            return LinearSettings(16, depth, 4, 1, 1, dot=False, pdl=pdl, programs=programs)
-        if outputs >= 8 * PROGRAMS:
-            return LinearSettings(16, 256, 4, 4, 1, dot=False, pdl=pdl)
-        if hidden <= 4096:
-            return LinearSettings(2, max(128, _round_up(hidden)), 4, 1, 1, dot=False, pdl=pdl)
-        return LinearSettings(4, 2048, 8, 1, 1, dot=False, pdl=pdl)
+    if dtype.itemsize == 1 and tokens <= (VECTOR_TOKENS if target == "hopper" else 1) and target != "hip":
+        return _by_vectors(tokens, outputs, hidden, pdl=target == "hopper")
     if dtype.itemsize == 1 and target == "hopper" and hidden % 128 == 0:
         return _few_tokens(tokens, outputs, hidden)
     if tokens <= 1 or tokens * outputs <= FEW_OUTPUTS:
@@ -131,13 +117,26 @@ def default_linear_settings(
     return LinearSettings(rows, depth, 4, stages, splits, dot=True, pdl=False)
 
 
+def _by_vectors(tokens: int, outputs: int, hidden: int, *, pdl: bool) -> LinearSettings:
+    """Choose for few tokens: inside a chain of layers on an H200, a kernel starting before the one in front is over."""
+    depth = max(128, _round_up(hidden))
+    if outputs >= 8 * PROGRAMS and hidden <= 2048:
+        rows = 16 if tokens == 1 or outputs >= MANY_OUTPUTS else 8
+        return LinearSettings(rows, depth, 4, 1, 1, dot=False, pdl=pdl, programs=(3 if tokens == 1 else 2) * PROCESSORS)
+    if outputs >= 8 * PROGRAMS:
+        return LinearSettings(16, 256, 4, 4, 1, dot=False, pdl=pdl)
+    if hidden <= 4096:
+        return LinearSettings(2 * tokens, depth, 4, 1, 1, dot=False, pdl=pdl)
+    return LinearSettings(4, 2048, 8, 1, 1, dot=False, pdl=pdl)
+
+
 def _few_tokens(tokens: int, outputs: int, hidden: int) -> LinearSettings:
-    """Choose for 2 to 64 tokens on Hopper: the fastest for Qwen3-Next's projections on an H200."""
+    """Choose for 3 to 64 tokens on Hopper: the fastest for Qwen3-Next's projections on an H200."""
     wide, depth = outputs >= 8 * PROGRAMS, max(128, _round_up(hidden))
     if tokens <= 8 and wide and hidden <= 2048:
-        return LinearSettings(16, depth, 4, 3, 1, dot=True, pdl=True, ahead=2, programs=STREAMS)
+        return LinearSettings(16, depth, 4, 3, 1, dot=True, pdl=True, ahead=2, programs=2 * PROCESSORS)
     if tokens <= 8:
-        return LinearSettings(16, 1024, 4, 2, -(-hidden // 1024), dot=True, pdl=True, ahead=1, programs=STREAMS // 2)
+        return LinearSettings(16, 1024, 4, 2, -(-hidden // 1024), dot=True, pdl=True, ahead=1, programs=PROCESSORS)
     if wide and tokens > 32 and outputs >= MANY_OUTPUTS:
         return LinearSettings(128, 128, 8, 4, 1, dot=True, pdl=True, ahead=2)
     if wide and tokens > 32:

@@ -1,8 +1,8 @@
 """Residual, norm and what reads it in one op: a projection, or a whole MoE layer. They exist where Triton does.
 
-One row is normed inside the kernel that reads it, where its settings hold a row in one block; else the norm is a launch
-of its own. Which of the two is decided here and not where the op is called: a graph of any batch must not ask how large
-this one is.
+A few rows are normed inside the kernel that reads them, where its settings hold a row in one block; else the norm is a
+launch of its own, which also splits the rows into values of FP8 where the layer multiplies these. Which of the two is
+decided here, not where the op is called: a graph of any batch must not ask how large this one is.
 
 Letters: as in fmoe/functional/experts.py.
 """
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.moe import MoEParams
-from fmoe.functional.norm import add_rms_norm
 from fmoe.functional.quant import Fp8, Weight, weight_dtype
 from fmoe.functional.routing import RouterConfig
 
-from .delta_ops import add_rms_norm_op
+from .delta_ops import add_rms_norm_any
 from .linear_ops import linear_planned
 from .linear_settings import linear_from_ints
 from .ops import (
@@ -38,13 +37,10 @@ from .ops import (
 from .plan import select_implementation
 from .settings import settings_from_ints
 
-MOST_CHANNELS = 16384  # of a row that one program normalises
-
 if find_spec("triton"):
-    from .kernels.layer import run_moe_layer_normed
+    from .kernels.layer import can_norm_layer, run_moe_layer_normed
     from .kernels.linear import can_norm_linear, run_linear_normed
     from .kernels.normed import Unnormed
-    from .kernels.route import can_norm_logits
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
 LIBRARY.define(
@@ -56,11 +52,6 @@ LIBRARY.define(
     "Tensor w_down, int[] rule, float[] scales, int[] plan, Tensor? gate_up_scale=None, Tensor? down_scale=None) "
     "-> (Tensor, Tensor, Tensor)"
 )
-
-
-def _add_norm(x: Tensor, branch: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    run = add_rms_norm_op if x.shape[-1] <= MOST_CHANNELS else add_rms_norm
-    return run(x, branch, norm, eps=eps)
 
 
 def _linear_normed(
@@ -75,15 +66,15 @@ def _linear_normed(
     rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     hidden = x.shape[-1]
-    if x.numel() == hidden:
-        name, values = select_implementation(plan, 1)
-        settings = linear_from_ints(values) if name == "triton" else None
-        if settings is not None and can_norm_linear(hidden, settings):
-            row = Unnormed(x.contiguous().view(1, hidden), branch.contiguous().view(1, hidden), norm.contiguous(), eps)
-            weight = w.contiguous() if scale is None else Fp8(w, scale, rest)
-            total_1D, y_1N = run_linear_normed(row, weight, settings, bias_N=bias)
-            return total_1D.view(x.shape), y_1N.view(*x.shape[:-1], y_1N.shape[1])
-    normed, total = _add_norm(x, branch, norm, eps)
+    shape = x.numel() // hidden, hidden
+    name, values = select_implementation(plan, shape[0])
+    settings = linear_from_ints(values) if name == "triton" else None
+    if settings is not None and can_norm_linear(*shape, settings):
+        rows = Unnormed(x.contiguous().view(shape), branch.contiguous().view(shape), norm.contiguous(), eps)
+        weight = w.contiguous() if scale is None else Fp8(w, scale, rest)
+        total_TD, y_TN = run_linear_normed(rows, weight, settings, bias_N=bias)
+        return total_TD.view(x.shape), y_TN.view(*x.shape[:-1], y_TN.shape[1])
+    normed, total = add_rms_norm_any(x, branch, norm, eps=eps)
     return total, torch.ops.fmoe.linear(normed, w, bias, plan, scale, rest)
 
 
@@ -117,19 +108,20 @@ def _moe_normed(
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if x.shape[0] == 1:
+    tokens = x.shape[0]
+    if tokens:
         config = rule_from_numbers(tuple(rule), tuple(scales))
         gate_up, down = join_scale(w_gate_up, gate_up_scale), join_scale(w_down, down_scale)
         if plan:
-            name, values = select_implementation(plan, 1)
+            name, values = select_implementation(plan, tokens)
         else:
             dtype = str(weight_dtype(down)).removeprefix("torch.")
-            name, values = rule_for_moe(moe_sizes(w_router, down, config), dtype, 1)
+            name, values = rule_for_moe(moe_sizes(w_router, down, config), dtype, tokens)
         settings = settings_from_ints(values) if name == "triton" else None
-        if settings is not None and can_norm_logits(x.shape[1], settings):
-            row = Unnormed(x.contiguous(), branch.contiguous(), norm.contiguous(), eps)
-            return run_moe_layer_normed(row, w_router.contiguous(), bias, gate_up, down, config, settings)
-    normed, total = _add_norm(x, branch, norm, eps)
+        if settings is not None and can_norm_layer(x, gate_up, down, settings):
+            rows = Unnormed(x.contiguous(), branch.contiguous(), norm.contiguous(), eps)
+            return run_moe_layer_normed(rows, w_router.contiguous(), bias, gate_up, down, config, settings)
+    normed, total = add_rms_norm_any(x, branch, norm, eps=eps)
     y = torch.ops.fmoe.moe(normed, w_router, bias, w_gate_up, w_down, rule, scales, plan, gate_up_scale, down_scale)
     return total, normed, y
 
@@ -161,7 +153,7 @@ def linear_normed_planned(
     """
     plan = find_plan(plans, w_ND)
     if not plan:
-        normed, total = _add_norm(x, branch, norm_D, eps)
+        normed, total = add_rms_norm_any(x, branch, norm_D, eps=eps)
         return total, linear_planned(normed, w_ND, bias_N)
     w, *more = w_ND if isinstance(w_ND, Fp8) else (w_ND, None, None)
     total, y = torch.ops.fmoe.linear_normed(x, branch, norm_D, eps, w, bias_N, list(plan), *more)

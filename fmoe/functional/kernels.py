@@ -20,10 +20,12 @@ class Kernels:
 
     compute_moe: router, routing and experts in one, ``(x [T, D], MoEParams, RouterConfig) -> [T, D]``, without a
         separate shared expert; None composes ``route`` and ``compute_experts``.
-    compute_moe_normed: ``compute_moe`` behind ``add_norm`` for one token of each sequence, ``(x [T, D], branch, norm,
-        MoEParams, RouterConfig, *, eps) -> (x + branch, its norm, [T, D])``; None composes the two.
-    linear_normed: ``linear`` behind ``add_norm`` for one token of each sequence, ``(x [..., D], branch, norm, w, bias,
-        *, eps) -> (x + branch, [..., N])``; None composes the two.
+    compute_moe_normed: ``compute_moe`` behind ``add_norm``, ``(x [T, D], branch, norm, MoEParams, RouterConfig, *, eps)
+        -> (x + branch, its norm, [T, D])``; None composes the two.
+    linear_normed: ``linear`` behind ``add_norm``, ``(x [..., D], branch, norm, w, bias, *, eps) -> (x + branch, [...,
+        N])``; None composes the two.
+    normed_tokens: the most tokens of each sequence that these two take; above one where their number is a constant of
+        a step's graph, as it is with drafts.
     attend_step: what stands between the projections of grouped-query attention for one token of each sequence,
         ``(projected [B, 1, N], norm, KVCache, Placement, *, heads, eps, window) -> [B, 1, H * C]``, over the whole
         cache; it reads positions and no mask. None composes norm, rotation, ``append_kv_`` and ``attend_decode``.
@@ -57,3 +59,4 @@ class Kernels:
     choose_tokens: Callable[..., tuple[Tensor, Tensor]] | None = None
     linear: Callable[..., Tensor] = linear_reference  # (x [..., D], w [N, D] or Fp8, bias [N] or None) -> [..., N]
     linear_normed: Callable[..., tuple[Tensor, Tensor]] | None = None
+    normed_tokens: int = 1

@@ -1,6 +1,6 @@
 """Residual and norm with what reads them: the input projection of a mixer, or a mixture of experts.
 
-Both are kernels of their own for one token of each sequence, where there are any, and compositions else. They give the
+Both are kernels of their own for few tokens of each sequence, where there are any, and compositions else. They give the
 sum first, then what reads its norm.
 
 Letters: B sequences, T tokens, D hidden, N projected columns.
@@ -34,12 +34,12 @@ def add_norm_linear(
         norm_D: the norm's weight.
         w_ND, bias_N: of the projection.
         eps: of the norm.
-        kernels: of T = 1, ``linear_normed`` if there is one; else ``add_norm`` and ``linear``.
+        kernels: of T up to ``normed_tokens``, ``linear_normed`` if there is one; else ``add_norm`` and ``linear``.
 
     Returns:
         (the sum, like x; the projection [B, T, N]).
     """
-    if x_BTD.shape[1] == 1 and kernels.linear_normed is not None:
+    if x_BTD.shape[1] <= kernels.normed_tokens and kernels.linear_normed is not None:
         return kernels.linear_normed(x_BTD, branch_BTD, norm_D, w_ND, bias_N, eps=eps)
     normed_BTD, total_BTD = kernels.add_norm(x_BTD, branch_BTD, norm_D, eps=eps)
     return total_BTD, kernels.linear(normed_BTD, w_ND, bias_N)
@@ -64,14 +64,15 @@ def add_norm_moe(
         x_BTD: the residual stream.
         branch_BTD: what a mixer gave.
         norm_D: the norm's weight.
-        params, config, kernels, decode, activation: as in ``moe_layer``; of T = 1, a plain layer is left to
-            ``kernels.compute_moe_normed`` if there is one.
+        params, config, kernels, decode, activation: as in ``moe_layer``; of T up to ``kernels.normed_tokens``, a
+            plain layer is left to ``kernels.compute_moe_normed`` if there is one.
         eps: of the norm.
 
     Returns:
         (the sum, the layer's output), both like x.
     """
-    if x_BTD.shape[1] > 1 or kernels.compute_moe_normed is None or not is_plain(params, activation):
+    many = x_BTD.shape[1] > kernels.normed_tokens
+    if many or kernels.compute_moe_normed is None or not is_plain(params, activation):
         normed_BTD, total_BTD = kernels.add_norm(x_BTD, branch_BTD, norm_D, eps=eps)
         normed_TD = normed_BTD.flatten(0, 1)
         y_TD = moe_layer(normed_TD, params, config, kernels=kernels, decode=decode, activation=activation)

@@ -6,10 +6,9 @@ The interpreter is chosen when Triton is imported, for the whole process, hence 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.library import opcheck
 from triton.language.core import constexpr  # noqa: F401  (fails here, with a plain message, without Triton)
 
-from fmoe.compile.chunk_ops import delta_chunked_op, delta_prefill_kernels
+from fmoe.compile.chunk_ops import delta_prefill_kernels
 from fmoe.compile.chunk_settings import ChunkSettings, default_chunk_settings
 from fmoe.compile.kernels.delta_prefill import chunk_delta
 from fmoe.functional import DeltaCache, DeltaConfig, DeltaParams, delta_mix, delta_recurrent
@@ -160,22 +159,6 @@ def test_two_calls_equal_one(rng):
 
     assert torch.equal(torch.cat((first, second), 1), o)
     assert torch.equal(new, expected)
-
-
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-def test_the_op_takes_the_kernels(dtype, rng):
-    """In float16 the result differs from the reference's, so that it is the kernels' can be seen."""
-    inputs = draw_inputs(64, rng, "whole", dtype=dtype)
-    graph = torch.compile(
-        lambda *args: delta_chunked_op(*args, kernels=True), fullgraph=True, backend="aot_eager", dynamic=True
-    )
-
-    expected = chunk_delta(*inputs, default_chunk_settings(32, 32, dtype))
-    for run in (lambda *args: delta_chunked_op(*args, kernels=True), graph):
-        for one, other in zip(run(*inputs), expected, strict=True):
-            assert torch.equal(one, other)
-    if dtype == F16:
-        opcheck(torch.ops.fmoe.delta_chunked.default, (*inputs, True))
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)

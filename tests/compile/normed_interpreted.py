@@ -48,8 +48,8 @@ def draw(*sizes, rng, dtype, scale=1.0):
     return (torch.randn(sizes, generator=rng) * scale).to(dtype)
 
 
-def draw_row(hidden, rng, dtype, norm_dtype):
-    x, branch = (draw(1, hidden, rng=rng, dtype=dtype, scale=3.0) for _ in range(2))
+def draw_rows(hidden, rng, dtype, norm_dtype, tokens=1):
+    x, branch = (draw(tokens, hidden, rng=rng, dtype=dtype, scale=3.0) for _ in range(2))
     return Unnormed(x, branch, draw(hidden, rng=rng, dtype=norm_dtype), EPS)
 
 
@@ -60,26 +60,27 @@ def draw_layer(hidden, rng, dtype):
 
 @pytest.mark.parametrize(("dtype", "norm_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("programs", [0, 3])
-@pytest.mark.parametrize("hidden", [256, 200, 3])
-def test_a_projection_of_a_norm(hidden, programs, dtype, norm_dtype, rng):
-    row, w = draw_row(hidden, rng, dtype, norm_dtype), draw(N, hidden, rng=rng, dtype=dtype)
+@pytest.mark.parametrize(("hidden", "tokens"), [(256, 2), (200, 1), (200, 2), (3, 1)])
+def test_a_projection_of_a_norm(hidden, tokens, programs, dtype, norm_dtype, rng):
+    rows, w = draw_rows(hidden, rng, dtype, norm_dtype, tokens), draw(N, hidden, rng=rng, dtype=dtype)
     bias, settings = draw(N, rng=rng, dtype=dtype), replace(WHOLE, programs=programs)
 
-    total, y = run_linear_normed(row, w, settings, bias_N=bias)
+    total, y = run_linear_normed(rows, w, settings, bias_N=bias)
 
-    normed, expected_total = add_rms_norm_rows(*row[:3], eps=EPS)
+    normed, expected_total = add_rms_norm_rows(*rows[:3], eps=EPS)
     assert torch.equal(total, expected_total)
     assert torch.equal(y, run_linear(normed, w, settings, bias_N=bias))
 
 
-def test_a_projection_with_rows_that_are_not_quantised(rng):
-    row = draw_row(200, rng, torch.float16, torch.float32)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_projection_with_rows_that_are_not_quantised(tokens, rng):
+    rows = draw_rows(200, rng, torch.float16, torch.float32, tokens)
     w, rest = (draw(rows, 200, rng=rng, dtype=torch.float16) for rows in (N, 5))
     fp8 = Fp8(w.to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0]]), rest)
 
-    total, y = run_linear_normed(row, fp8, WHOLE)
+    total, y = run_linear_normed(rows, fp8, WHOLE)
 
-    normed, expected_total = add_rms_norm_rows(*row[:3], eps=EPS)
+    normed, expected_total = add_rms_norm_rows(*rows[:3], eps=EPS)
     assert torch.equal(total, expected_total)
     assert torch.equal(y, run_linear(normed, fp8, WHOLE))
     exact = normed.double() @ torch.cat((dequantize(Fp8(fp8.w, fp8.scale), torch.float64), rest.double())).T
@@ -87,14 +88,14 @@ def test_a_projection_with_rows_that_are_not_quantised(rng):
 
 
 @pytest.mark.parametrize(("dtype", "norm_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize("fuse_choice", [False, True])
-def test_a_moe_layer_of_a_norm(fuse_choice, dtype, norm_dtype, rng):
-    row, (router, gate_up, down) = draw_row(200, rng, dtype, norm_dtype), draw_layer(200, rng, dtype)
+@pytest.mark.parametrize(("fuse_choice", "tokens"), [(False, 1), (True, 1), (False, 4)])
+def test_a_moe_layer_of_a_norm(fuse_choice, tokens, dtype, norm_dtype, rng):
+    rows, (router, gate_up, down) = draw_rows(200, rng, dtype, norm_dtype, tokens), draw_layer(200, rng, dtype)
     settings = replace(SLOTS, fuse_choice=fuse_choice)
 
-    total, normed, y = run_moe_layer_normed(row, router, None, gate_up, down, EXPERTS, settings)
+    total, normed, y = run_moe_layer_normed(rows, router, None, gate_up, down, EXPERTS, settings)
 
-    expected_normed, expected_total = add_rms_norm_rows(*row[:3], eps=EPS)
+    expected_normed, expected_total = add_rms_norm_rows(*rows[:3], eps=EPS)
     assert torch.equal(total, expected_total)
     assert torch.equal(normed, expected_normed)
     assert torch.equal(y, run_moe_layer(normed, router, None, gate_up, down, EXPERTS, settings))
@@ -106,7 +107,7 @@ def planned(operator, sizes, dtype, settings):
 
 
 @pytest.mark.parametrize("depth", [256, 64], ids=["inside", "apart"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_ops_take_any_rows_and_settings(rows, depth, compiled, rng):
     x, branch = (draw(rows, 1, 200, rng=rng, dtype=torch.float32) for _ in range(2))
@@ -147,7 +148,7 @@ def test_a_projection_without_a_plan(rng):
 
 
 def test_the_ops_say_what_they_give(rng):
-    x, branch, norm, _ = draw_row(200, rng, torch.float32, torch.float32)
+    x, branch, norm, _ = draw_rows(200, rng, torch.float32, torch.float32)
     w = draw(N, 200, rng=rng, dtype=torch.float32)
     plan = planned("linear", (N, 200), w.dtype, linear_to_ints(WHOLE))[0][2]
     opcheck(torch.ops.fmoe.linear_normed.default, (x, branch, norm, EPS, w, None, list(plan)))

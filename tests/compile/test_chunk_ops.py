@@ -50,21 +50,6 @@ def test_the_op_equals_the_recurrence(tokens, rng):
     assert state.data_ptr() != inputs[-1].data_ptr()
 
 
-@pytest.mark.parametrize("tokens", [1, 63])
-def test_short_sequences_keep_the_reference_where_kernels_are_asked_for(tokens, rng):
-    """Nothing is interpreted in this process, so a kernel would fail."""
-    q, k, v, *rest = chunk_inputs(tokens, rng)
-    half = (q.half(), k.half(), v.bfloat16())
-
-    o, state = delta_chunked_op(*half, *rest, kernels=True)
-
-    expected = delta_recurrent(*(x.float() for x in half), *rest)
-    for actual, right in zip((o, state), expected, strict=True):
-        assert actual.dtype == F32
-        torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-4)
-    opcheck(torch.ops.fmoe.delta_chunked.default, (*half, *rest, True))
-
-
 @pytest.mark.parametrize("prefill", [delta_prefill_op, delta_prefill_kernels])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_the_layer_equals_the_reference_eager_and_compiled(dtype, prefill, rng):

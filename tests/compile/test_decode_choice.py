@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from fmoe.compile import decode_choice
+from fmoe.compile import decode_choice, delta_ops
 from fmoe.compile.capabilities import Availability
 from fmoe.compile.decode_choice import (
     add_decode_kernels,
@@ -113,7 +113,7 @@ def test_norms_of_many_tokens_and_of_long_rows_stay_with_the_reference(
         calls.append(arguments)
         return add_rms_norm(*arguments, **options)
 
-    monkeypatch.setattr(decode_choice, "add_rms_norm_op", op)
+    monkeypatch.setattr(delta_ops, "add_rms_norm_op", op)
     x, branch = torch.randn(2, 3, tokens, channels, generator=rng)
     weight = torch.rand(channels, generator=rng)
 
@@ -125,7 +125,7 @@ def test_norms_of_many_tokens_and_of_long_rows_stay_with_the_reference(
 
 def test_steps_with_drafts_take_one_launch_for_a_norm(with_triton):
     kernels = add_decode_kernels(Kernels(), GPU, torch.bfloat16, "auto")
-    assert choose_draft_kernels(kernels) == replace(kernels, add_norm=add_norm_few)
+    assert choose_draft_kernels(kernels) == replace(kernels, add_norm=add_norm_few, normed_tokens=16)
     assert choose_draft_kernels(Kernels()) == Kernels()
 
 

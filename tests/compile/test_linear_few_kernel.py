@@ -63,12 +63,18 @@ def test_default_settings_fit(shape, target):
 @pytest.mark.parametrize(
     ("shape", "tokens", "expected"),
     [
-        ("in", (2, 8), [16, 2048, 4, 3, 1, 1, 1, 2, 264]),
+        ("in", (1,), [16, 2048, 4, 1, 1, 0, 1, 0, 396]),
+        ("in", (2,), [16, 2048, 4, 1, 1, 0, 1, 0, 264]),
+        ("in", (3, 8), [16, 2048, 4, 3, 1, 1, 1, 2, 264]),
         ("in", (9, 32), [64, 128, 4, 3, 2, 1, 1, 2, 0]),
         ("in", (33, 64), [128, 128, 8, 4, 1, 1, 1, 2, 0]),
-        ("attention in", (2, 8), [16, 2048, 4, 3, 1, 1, 1, 2, 264]),
+        ("attention in", (1,), [16, 2048, 4, 1, 1, 0, 1, 0, 396]),
+        ("attention in", (2,), [8, 2048, 4, 1, 1, 0, 1, 0, 264]),
+        ("attention in", (3, 8), [16, 2048, 4, 3, 1, 1, 1, 2, 264]),
         ("attention in", (33, 64), [64, 128, 4, 4, 1, 1, 1, 4, 0]),
-        ("out", (2, 8), [16, 1024, 4, 2, 4, 1, 1, 1, 132]),
+        ("out", (1,), [2, 4096, 4, 1, 1, 0, 1, 0, 0]),
+        ("out", (2,), [4, 4096, 4, 1, 1, 0, 1, 0, 0]),
+        ("out", (3, 8), [16, 1024, 4, 2, 4, 1, 1, 1, 132]),
         ("out", (9, 32), [64, 128, 4, 5, 8, 1, 1, 2, 0]),
         ("out", (33, 64), [64, 128, 4, 4, 4, 1, 1, 2, 0]),
     ],
@@ -94,7 +100,8 @@ def test_parts_are_added_by_a_second_launch():
 @pytest.mark.parametrize(
     ("tokens", "settings", "dtype", "shape", "name"),
     [
-        (5, STREAMED, torch.bfloat16, "in", "linear_product"),
+        (2, STREAMED, torch.bfloat16, "in", "linear_streamed"),
+        (3, STREAMED, torch.bfloat16, "in", "linear_product"),
         (2, STREAMED, torch.float16, "in", "linear_product"),
         (2, STREAMED, torch.bfloat16, "out", "linear_product"),
         (2, KEPT, torch.float32, "in", "linear_dot"),

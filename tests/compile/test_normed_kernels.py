@@ -34,8 +34,8 @@ def empty(*sizes, dtype=BF16):
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def row(norm_dtype=F32, hidden=D):
-    return Unnormed(empty(1, hidden), empty(1, hidden), empty(hidden, dtype=norm_dtype), 1e-6)
+def unnormed(norm_dtype=F32, hidden=D, tokens=1):
+    return Unnormed(empty(tokens, hidden), empty(tokens, hidden), empty(hidden, dtype=norm_dtype), 1e-6)
 
 
 def test_the_kernels_in_the_interpreter():
@@ -51,10 +51,13 @@ def test_the_kernels_in_the_interpreter():
 
 @pytest.mark.parametrize(("outputs", "rest"), [(12288, 64), (9216, 0)], ids=["DeltaNet", "attention"])
 @pytest.mark.parametrize("norm_dtype", [BF16, F32], ids=str)
-def test_projections_of_fp8_by_fours_fit(outputs, rest, norm_dtype):
-    settings = default_linear_settings(1, outputs + rest, D, FP8, "hopper")
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_projections_of_fp8_by_fours_fit(tokens, outputs, rest, norm_dtype):
+    settings = default_linear_settings(tokens, outputs + rest, D, FP8, "hopper")
     with recorded_launches() as launches:
-        run_linear_normed(row(norm_dtype), empty_weight(outputs + rest, D, dtype=FP8, rest=rest), settings)
+        run_linear_normed(
+            unnormed(norm_dtype, tokens=tokens), empty_weight(outputs + rest, D, dtype=FP8, rest=rest), settings
+        )
     assert [launch.kernel.__name__ for launch in launches] == ["linear_streamed"]
     assert find_misfits(launches, "sm_90") == []
 
@@ -65,37 +68,42 @@ def test_projections_of_fp8_by_fours_fit(outputs, rest, norm_dtype):
 def test_projections_fit(target, rows, warps, programs):
     settings = LinearSettings(rows, D, warps, 1, 1, dot=False, pdl=target == "sm_90", programs=programs)
     with recorded_launches() as launches:
-        run_linear_normed(row(BF16), empty(5120, D), settings)
+        run_linear_normed(unnormed(BF16), empty(5120, D), settings)
     assert [launch.kernel.__name__ for launch in launches] == ["linear_streamed" if programs else "linear_product"]
     assert find_misfits(launches, target) == []
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (1, 4), (4, 2)])
 @pytest.mark.parametrize("target", SHARED_LIMITS)
-def test_layers_fit(target, rows):
-    settings = default_settings(1, 512, 10, 1, D, 512, BF16, target="hopper" if target == "sm_90" else "hip")
+def test_layers_fit(target, tokens, rows):
+    settings = default_settings(tokens, 512, 10, 1, D, 512, BF16, target="hopper" if target == "sm_90" else "hip")
     settings = replace(settings, router=Tile(0, rows, D, 4, 1))
     weights = (empty(513, D), None, empty(513, 1024, D), empty(513, D, 512))
     with recorded_launches() as launches:
-        run_moe_layer_normed(row(), *weights, RouterConfig(512, 10, renormalize=True), settings)
+        run_moe_layer_normed(unnormed(tokens=tokens), *weights, RouterConfig(512, 10, renormalize=True), settings)
     assert launches[0].kernel.__name__ == "logits_gemv"
     assert "norm_row" not in [launch.kernel.__name__ for launch in launches]
     assert find_misfits(launches, target) == []
 
 
 def test_wrong_rows_are_refused():
-    good = row(hidden=9)
+    good = unnormed(hidden=9, tokens=2)
+    check_unnormed(good, most=2)
     for wrong in (
-        good._replace(x_1D=empty(2, 9)),
-        good._replace(branch_1D=empty(1, 8)),
+        good._replace(x_TD=empty(1, 9)),
+        good._replace(branch_TD=empty(2, 8)),
         good._replace(weight_D=empty(8)),
+        unnormed(hidden=9, tokens=3),
+        unnormed(hidden=9, tokens=0),
     ):
-        with pytest.raises(ValueError, match=r"x, branch and norm must be \[1, D\], \[1, D\] and \[D\], got"):
-            check_unnormed(wrong)
+        with pytest.raises(
+            ValueError, match=r"x, branch and norm must be \[T, D\], \[T, D\] and \[D\], T from 1 to 2, got"
+        ):
+            check_unnormed(wrong, most=2)
     with pytest.raises(ValueError, match=r"one dtype, torch.bfloat16 and torch.float32 came, and be contiguous"):
-        check_unnormed(good._replace(branch_1D=empty(1, 9, dtype=F32)))
+        check_unnormed(good._replace(branch_TD=empty(2, 9, dtype=F32)), most=2)
     with pytest.raises(ValueError, match="and be contiguous"):
-        check_unnormed(good._replace(weight_D=empty(18)[::2]))
+        check_unnormed(good._replace(weight_D=empty(18)[::2]), most=2)
 
 
 def test_norms_go_where_plans_are():

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch_options, start_next, wait_alone
+from .moe_split import SplitRows, empty_split, store_pairs
 from .normed import sum_squares, weigh_normed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -15,10 +16,13 @@ MAX_CHANNELS = 16384  # of a row, that one program holds
 
 @triton.jit
 def norm_row(
-    x, branch, weight, y, total, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    x, branch, weight, y, total, high, low, power, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row; grid (T,). Each step is rounded where the reference rounds."""
+    """One row; grid (T,). Each step is rounded where the reference rounds.
+
+    Where there is a place for it, the norm as it is rounded is stored as ``SplitRows``, too.
+    """
     start_next(PDL)
     t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
@@ -32,7 +36,10 @@ def norm_row(
         tl.store(total + t * D + o_d, rounded, mask=inside)
         v = rounded.to(tl.float32)
     scale = tl.rsqrt(sum_squares(v, x.dtype.element_ty == tl.float32) / D + EPS)
-    tl.store(y + t * D + o_d, weigh_normed(v, scale, w, y), mask=inside)
+    normed = weigh_normed(v, scale, w, y)
+    tl.store(y + t * D + o_d, normed, mask=inside)
+    if high is not None:
+        store_pairs(normed.to(tl.float32), high, low, power, t, o_d, D)
 
 
 def check_rows(x_D: Tensor, weight_D: Tensor, /) -> None:
@@ -52,7 +59,17 @@ def check_rows(x_D: Tensor, weight_D: Tensor, /) -> None:
         raise NotImplementedError(f"rows of {x_D.shape[-1]} are longer than {MAX_CHANNELS}; use rms_norm")
 
 
-def _launch(x_D: Tensor, branch_D: Tensor | None, weight_D: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:
+def check_branch(x_D: Tensor, branch_D: Tensor, /) -> None:
+    """Refuse a branch that is not like x with a ``ValueError``."""
+    if branch_D.shape != x_D.shape or branch_D.dtype != x_D.dtype:
+        raise ValueError(
+            f"the branch must be like x, {tuple(x_D.shape)} {x_D.dtype}, got {tuple(branch_D.shape)} {branch_D.dtype}"
+        )
+
+
+def _launch(
+    x_D: Tensor, branch_D: Tensor | None, weight_D: Tensor, eps: float, pdl: bool, split: SplitRows | None = None
+) -> tuple[Tensor, Tensor]:
     size = x_D.shape[-1]
     y_D = torch.empty(x_D.shape, dtype=x_D.dtype, device=x_D.device)
     total_D = y_D if branch_D is None else torch.empty_like(y_D)
@@ -61,8 +78,8 @@ def _launch(x_D: Tensor, branch_D: Tensor | None, weight_D: Tensor, eps: float, 
     block = triton.next_power_of_2(size)
     norm_row[(x_D.numel() // size,)](
         x_D.contiguous(), branch_D if branch_D is None else branch_D.contiguous(), weight_D.contiguous(), y_D,
-        None if branch_D is None else total_D, D=size, BD=block, EPS=eps, ADD=branch_D is not None, PDL=pdl,
-        num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
+        None if branch_D is None else total_D, *(split or (None, None, None)), D=size, BD=block, EPS=eps,
+        ADD=branch_D is not None, PDL=pdl, num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
     )  # fmt: skip
     return y_D, total_D
 
@@ -83,11 +100,25 @@ def add_rms_norm_rows(
         (the normalised sum, the sum), both like x.
     """
     check_rows(x_D, weight_D)
-    if branch_D.shape != x_D.shape or branch_D.dtype != x_D.dtype:
-        raise ValueError(
-            f"the branch must be like x, {tuple(x_D.shape)} {x_D.dtype}, got {tuple(branch_D.shape)} {branch_D.dtype}"
-        )
+    check_branch(x_D, branch_D)
     return _launch(x_D, branch_D, weight_D, eps, pdl)
+
+
+def add_rms_norm_split(
+    x_TD: Tensor, branch_TD: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool = False
+) -> tuple[Tensor, Tensor, SplitRows]:
+    """Run ``add_rms_norm_rows``, and ``split_into_pairs`` of the normalised sum, in one launch.
+
+    Args:
+        x_TD, branch_TD, weight_D, eps, pdl: as there.
+
+    Returns:
+        (the normalised sum, the sum, the normalised sum split).
+    """
+    check_rows(x_TD, weight_D)
+    check_branch(x_TD, branch_TD)
+    split = empty_split(*x_TD.shape, blocks=1, device=x_TD.device)
+    return *_launch(x_TD, branch_TD, weight_D, eps, pdl, split), split
 
 
 def rms_norm_rows(x_D: Tensor, weight_D: Tensor, /, *, eps: float, pdl: bool = False) -> Tensor:

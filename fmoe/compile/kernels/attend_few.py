@@ -55,7 +55,7 @@ def attend_few_projected(
     stride_vb, stride_vj, stride_vm, T: tl.constexpr, BT: tl.constexpr, H: tl.constexpr, J: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, CA: tl.constexpr,
     CB: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, EPS: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``attend_projected`` for T tokens of each sequence; grid (splits, J * GROUPS, B).
 
@@ -77,8 +77,6 @@ def attend_few_projected(
     v_j = v + b * stride_vb + j * stride_vj
     angle_t = ((b * T + t) * HALF)[:, None]
     # What may be read before the wait, and why: as in attend_projected.
-    if not EARLY:
-        wait_for_previous(PDL)
     stop = tl.load(positions + b * T).to(tl.int32)
     start = 0
     since = None
@@ -91,8 +89,7 @@ def attend_few_projected(
     earlier = first + tl.arange(0, BN)
     inside = earlier < last
     block = load_keys(k_j, v_j, earlier, inside, stride_km, stride_vm, C, CA, CB, C, CA, CB, False)
-    if EARLY:
-        wait_for_previous(PDL)
+    wait_for_previous(PDL)
     p = projected + b * stride_pb
     p_t = (p + t.to(tl.int64) * stride_pt)[:, None]
     q_a, q_b = place_heads(p_t, head, ok, turns, C, CA, CB, HALF, HAS_NORM, EPS)
@@ -234,7 +231,7 @@ def attend_projected_few_(
         projected_BTN, norm_HC, cos_BTR, sin_BTR, positions_BT, k_BJMC, v_BJMC, sums, tops, totals,
         *projected_BTN.stride()[:2], *k_BJMC.stride()[:3], *v_BJMC.stride()[:3], T=tokens,
         BT=max(triton.next_power_of_2(tokens), 16), H=heads, J=kv_heads, SCALE=scale, WINDOW=window, GROUPS=groups,
-        C=size, CA=ca, CB=cb, HALF=half, HAS_NORM=norm_HC is not None, EPS=eps, EARLY=settings.early,
+        C=size, CA=ca, CB=cb, HALF=half, HAS_NORM=norm_HC is not None, EPS=eps,
         **block_options(settings),
     )  # fmt: skip
     out_N1HC = sum_splits(sums, tops, totals, gate_NU, projected_BTN.dtype, settings)

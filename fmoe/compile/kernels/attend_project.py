@@ -127,14 +127,14 @@ def attend_projected(
     stride_vb, stride_vj, stride_vm, stride_mb, H: tl.constexpr, J: tl.constexpr, SCALE: tl.constexpr,
     WINDOW: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, CA: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr,
     HAS_NORM: tl.constexpr, EPS: tl.constexpr, HAS_MASK: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``attend_splits`` that takes q, k and v of the token as projected; grid (splits, J * GROUPS, B).
 
     Every program norms and rotates its query heads. The last split of a kv head begins its softmax with the token's
     own key and value, kept in registers, and writes them to the cache; nobody reads that slot, so nobody waits.
 
-    With EARLY, all but the projection is read before the launch in front is over: weights, the first block of earlier
+    All but the projection is read before the launch in front is over: weights, the first block of earlier
     slots, and the token's position and angles. The slots were written by earlier steps or by kernels launched without
     PDL; so were positions and angles, by the first kernels of the step. Such a kernel is over before one launched
     behind it begins, however early the launches between them let the next one start.
@@ -161,8 +161,6 @@ def attend_projected(
     else:
         rows = j * G + o_g
         placed = ok
-    if not EARLY:
-        wait_for_previous(PDL)
     stop = tl.load(positions + b).to(tl.int32)
     turns = load_turns(w, cos_b, sin_b, rows, placed, C, CA, CB, HALF, HAS_NORM)
     start = 0
@@ -175,8 +173,7 @@ def attend_projected(
     slots = first + tl.arange(0, BN)
     inside = inside_of(mask, slots, last, HAS_MASK)
     block = load_keys(k_j, v_j, slots, inside, stride_km, stride_vm, C, CA, CB, C, CA, CB, False)
-    if EARLY:
-        wait_for_previous(PDL)
+    wait_for_previous(PDL)
     p = projected + b * stride_p
     at_v = p + (H + J + j) * C
     v_a = tl.load(at_v + o_ca, mask=owns & (o_ca < C), other=0.0)
@@ -278,6 +275,6 @@ def attend_projected_token_(
         projected_BN, norm_HC, cos_BR, sin_BR, positions_B, k_BJMC, v_BJMC, mask, sums, tops, totals,
         projected_BN.stride(0), *k_BJMC.stride()[:3], *v_BJMC.stride()[:3], stride_m, H=heads, J=kv_heads, SCALE=scale,
         WINDOW=window, GROUPS=groups, C=size, CA=ca, CB=cb, HALF=half, HAS_NORM=norm_HC is not None, EPS=eps,
-        HAS_MASK=mask is not None, EARLY=settings.early, **block_options(settings),
+        HAS_MASK=mask is not None, **block_options(settings),
     )  # fmt: skip
     return sum_splits(sums, tops, totals, gate_BN, projected_BN.dtype, settings)

@@ -12,17 +12,8 @@ D columns of a warp, C = R * V / D of these blocks.
 import triton
 import triton.language as tl
 
-from .delta_parts import add_pair, add_triple, silu, softplus
+from .delta_parts import add_pair, add_triple, load_rows, silu, softplus
 from .launch import wait_for_previous
-
-
-@triton.jit
-def load_rows(p, at, inside, COUNT: tl.constexpr, N: tl.constexpr):
-    """Load the first rows of [.., N] at the channels ``at``, a tuple."""
-    rows = ()
-    for w in tl.static_range(COUNT):
-        rows += (tl.load(p + w * N + at, mask=inside, other=0.0),)
-    return rows
 
 
 @triton.jit

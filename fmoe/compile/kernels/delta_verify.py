@@ -20,18 +20,9 @@ from fmoe.functional.deltanet import DeltaConfig
 
 from ..delta_settings import VerifySettings, why_not_lanes, why_not_verify
 from .delta_decode import DTYPES, load_state
-from .delta_parts import add_pair, silu, softplus
+from .delta_parts import add_pair, load_rows, move_on, silu, softplus
 from .delta_verify_lanes import delta_tokens_lanes
 from .launch import launch_options, wait_for_previous
-
-
-@triton.jit
-def load_taps(w_conv, at, inside, W: tl.constexpr, N: tl.constexpr):
-    """Load the W taps of the channels ``at``, a tuple."""
-    taps = ()
-    for w in tl.static_range(W):
-        taps += (tl.load(w_conv + w * N + at, mask=inside, other=0.0),)
-    return taps
 
 
 @triton.jit
@@ -52,15 +43,6 @@ def store_past(window, past, at, inside, W: tl.constexpr, N: tl.constexpr):
     """Store the settled window."""
     for j in tl.static_range(W - 1):
         tl.store(window + j * N + at, past[j], mask=inside)
-
-
-@triton.jit
-def move_on(xs, x, W: tl.constexpr):
-    """Drop the oldest of W inputs."""
-    moved = ()
-    for w in tl.static_range(1, W):
-        moved += (xs[w],)
-    return moved + (x,)
 
 
 @triton.jit
@@ -169,14 +151,14 @@ def delta_tokens(
     # Unknown to the compiler, which would keep the addresses of the loads for the stores: as many registers as keys.
     nothing = tl.minimum(stayed, 0) * 1024
     past_p = load_past(window, inputs, stayed, n_p, inside_p, W, N)
-    taps_p = load_taps(w_conv, n_p, inside_p, W, N)
+    taps_p = load_rows(w_conv, n_p, inside_p, W, N)
     weight = tl.load(norm + o_v, mask=o_v < V, other=0.0)
     pair, written_t, gs = load_written(
         k, written, g, 0, stayed, o_p, n_k, values, first, inside_k, inside_v, R, G, H, K, V
     )
     s = load_state(state + (b * H + h)[:, None, None] * (K * V) + in_state, inside_s, EVEN)
     past_v = load_past(window, inputs, stayed, n_v, inside_v, W, N)
-    taps_v = load_taps(w_conv, n_v, inside_v, W, N)
+    taps_v = load_rows(w_conv, n_v, inside_v, W, N)
     rates = load_heads(decay + first, True, R)
     biases = load_heads(dt_bias + first, True, R)
     for t in tl.range(0, stayed, num_stages=1):

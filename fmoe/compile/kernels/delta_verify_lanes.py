@@ -12,7 +12,7 @@ token and behind them, where there are more, nothing.
 import triton
 import triton.language as tl
 
-from .delta_parts import add_pair, silu, softplus
+from .delta_parts import add_pair, move_on, silu, softplus
 from .launch import wait_for_previous
 
 
@@ -35,15 +35,6 @@ def add_tap(y, x, tap):
 def first_tap(x, tap):
     """The product of the first tap, rounded as in the model's dtype."""
     return (x.to(tl.float32) * tap.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def move_on(xs, x, W: tl.constexpr):
-    """Drop the oldest of W inputs."""
-    moved = ()
-    for w in tl.static_range(1, W):
-        moved += (xs[w],)
-    return moved + (x,)
 
 
 @triton.jit

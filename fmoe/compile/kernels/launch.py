@@ -15,6 +15,9 @@ def launch_options(pdl: bool) -> dict[str, Any]:
     return {"launch_pdl": True} if pdl else {}
 
 
+LINE = 128  # bytes that one prefetch brings
+
+
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """Wait for the kernel before; then let the kernel after start, whose own wait covers this one.
@@ -39,3 +42,15 @@ def wait_alone(PDL: tl.constexpr):
     """Wait for the kernel before."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def fetch_ahead(w, o_r, first, D: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr):
+    """Ask for the first AHEAD steps of the rows' weights without waiting for them."""
+    step: tl.constexpr = LINE * 8 // w.dtype.element_ty.primitive_bitwidth
+    lines: tl.constexpr = (AHEAD * BK + step - 1) // step
+    o_k = tl.minimum(first + tl.arange(0, lines) * step, D - 1)
+    at = (w + o_r[:, None] * D + o_k[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )

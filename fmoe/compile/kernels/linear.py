@@ -24,13 +24,13 @@ from ..linear_settings import default_linear_settings as default_linear_settings
 from ..linear_settings import linear_from_ints as linear_from_ints
 from ..linear_settings import linear_to_ints as linear_to_ints
 from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_factors, split_weight
-from .launch import launch_options, start_next, wait_alone, wait_for_previous
+from .launch import LINE, fetch_ahead, launch_options, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
-from .linear_few import LINE, can_keep, fetch_ahead, run_few
+from .linear_few import can_keep, run_few
 from .linear_steps import linear_dot, load_weights
-from .linear_stream import run_stream
-from .normed import Unnormed, check_unnormed, load_norm, load_normed
-from .products import PART, add_bias, load_row, load_rows, sum_rows
+from .linear_stream import run_stream, store_block
+from .normed import Unnormed, check_unnormed, wait_for_rows
+from .products import FEW_TOKENS, PART, add_bias, load_rows
 
 SUM_BLOCK = 256
 
@@ -80,31 +80,28 @@ def sum_products_fp8(
 
 @triton.jit
 def product_block(
-    x, branch, norm, total, w, s, bias, y, T, t, block, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr,
-    SPLIT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    x, branch, norm, total, w, s, bias, y, T, t, block, TOKENS: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    LD: tl.constexpr, SPLIT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token, BN of N rows, and one part of D; y has LD columns. Where there is a norm, x is that of x + branch."""
+    """Token t, BN of N rows, and one part of D; y has LD columns. Where there is a norm, x is that of x + branch.
+
+    Where a block holds rows whole, TOKENS tokens from t on.
+    """
     o_n = block * BN + tl.arange(0, BN)
     part = tl.program_id(1)
     # Rows past the last repeat it: a load without a mask, and no store.
     o_r = tl.minimum(o_n, N - 1).to(tl.int64)
-    AT_ONCE: tl.constexpr = (SPLIT >= D) and (BK >= D) and (BK >= PART)
-    if AT_ONCE:
+    at = y + (part.to(tl.int64) * T + t) * LD
+    if (SPLIT >= D) and (BK >= D) and (BK >= PART):
         # The weights are asked for before x is there.
         a = load_rows(w, o_n.to(tl.int64), D, N, BN, BK, False)
         factor = None
         if s is not None:
             factor = load_factors(factors_at(s, 0, 0, block * BN, N, D, 1), 0, tl.arange(0, BK // PART), D, BK == D)
-        if norm is None:
-            wait_alone(PDL)
-            x0, x1, top = load_row(x, t, D, BK, False)
-        else:
-            w0, w1, w2, w3 = load_norm(norm, D, BK, False)
-            wait_alone(PDL)
-            first = tl.program_id(0) == 0
-            x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, None, first, D, EPS, BK, False)
-        v = sum_rows(a, x0, x1, factor, top, False)
+        stores = tl.program_id(0) == 0
+        rows = wait_for_rows(x, branch, norm, total, None, t, stores, TOKENS, D, EPS, BK, False, PDL)
+        store_block(a, rows, factor, bias, at, o_n, TOKENS, N, LD, HAS_BIAS, False)
     else:
         if AHEAD > 0:
             fetch_ahead(w, o_r, part * SPLIT, D, BK, AHEAD, LINE)
@@ -113,38 +110,38 @@ def product_block(
             v = sum_products(x, w, t, part * SPLIT, o_r, D, SPLIT, BN, BK, STAGES)
         else:
             v = sum_products_fp8(x, w, s, t, part * SPLIT, o_r, block * BN, N, D, SPLIT, BN, BK, STAGES)
-    v = add_bias(v, bias, o_n, N, HAS_BIAS)
-    tl.store(y + (part.to(tl.int64) * T + t) * LD + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
+        v = add_bias(v, bias, o_n, N, HAS_BIAS)
+        tl.store(at + o_n, v.to(y.dtype.element_ty), mask=o_n < N)
 
 
 @triton.jit
 def linear_product(
-    x, branch, norm, total, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    SPLIT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    x, branch, norm, total, w, s, rest, bias, y, T, TOKENS: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, SPLIT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token, BN rows and SPLIT of D; grid (N / BN * T, D / SPLIT), tokens of a block together."""
+    """TOKENS of T tokens, BN rows and SPLIT of D; grid (N / BN * T / TOKENS, D / SPLIT), tokens of a block together."""
     start_next(PDL)
-    t = (tl.program_id(0) % T).to(tl.int64)
-    block = tl.program_id(0) // T
+    t = (tl.program_id(0) % (T // TOKENS)).to(tl.int64) * TOKENS
+    block = tl.program_id(0) // (T // TOKENS)
     if M > 0:
         # The rows of twice the bytes come first, so that nobody waits for them at the end.
         first: tl.constexpr = (M + BN - 1) // BN
         LD: tl.constexpr = N + M
         if block < first:
             product_block(
-                x, branch, norm, total, rest, None, bias + N if HAS_BIAS else bias, y + N, T, t, block, M, D, LD,
-                SPLIT, EPS, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL,
+                x, branch, norm, total, rest, None, bias + N if HAS_BIAS else bias, y + N, T, t, block, TOKENS, M, D,
+                LD, SPLIT, EPS, HAS_BIAS, BN, BK, STAGES, AHEAD, LINE, PDL,
             )  # fmt: skip
         else:
             product_block(
-                x, branch, norm, total, w, s, bias, y, T, t, block - first, N, D, LD, SPLIT, EPS, HAS_BIAS, BN, BK,
-                STAGES, AHEAD, LINE, PDL,
+                x, branch, norm, total, w, s, bias, y, T, t, block - first, TOKENS, N, D, LD, SPLIT, EPS, HAS_BIAS, BN,
+                BK, STAGES, AHEAD, LINE, PDL,
             )  # fmt: skip
     else:
         product_block(
-            x, branch, norm, total, w, s, bias, y, T, t, block, N, D, N, SPLIT, EPS, HAS_BIAS, BN, BK, STAGES, AHEAD,
-            LINE, PDL,
+            x, branch, norm, total, w, s, bias, y, T, t, block, TOKENS, N, D, N, SPLIT, EPS, HAS_BIAS, BN, BK, STAGES,
+            AHEAD, LINE, PDL,
         )  # fmt: skip
 
 
@@ -201,8 +198,7 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
 
     Args:
         x_TD: rows, 0 <= T <= 16, of weights in FP8 blocks 64.
-        w_ND: weights, contiguous; in FP8 blocks they are converted where they are multiplied, but for dot=2 and x in
-            bfloat16.
+        w_ND: weights, contiguous; in FP8 blocks they are converted where they are multiplied.
         settings: blocks.
         bias_N: of the dtype of x, or None.
 
@@ -217,7 +213,7 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
     if y_TN.numel() == 0:
         return y_TN
     if settings.programs:
-        if tokens == 1 and settings.depth >= max(hidden, BLOCK) and not settings.dot and can_stream(x_TD, w_ND):
+        if tokens <= FEW_TOKENS and _holds_rows(hidden, settings) and can_stream(x_TD, w_ND):
             run_stream(x_TD, w_ND, bias_N, y_TN, settings)
             return y_TN
         if not can_keep(x_TD, w_ND, settings):
@@ -246,15 +242,19 @@ def leave_programs(settings: LinearSettings, /) -> LinearSettings:
     return replace(settings, rows=min(settings.rows, 4), programs=0)
 
 
-def can_norm_linear(hidden: int, settings: LinearSettings, /) -> bool:
-    """Tell whether ``run_linear_normed`` takes rows of these sizes: where a block holds one whole."""
+def _holds_rows(hidden: int, settings: LinearSettings) -> bool:
     return not settings.dot and settings.splits == 1 and settings.depth >= max(hidden, BLOCK)
+
+
+def can_norm_linear(tokens: int, hidden: int, settings: LinearSettings, /) -> bool:
+    """Tell whether ``run_linear_normed`` takes rows of these sizes: a few, where a block holds one whole."""
+    return 0 < tokens <= FEW_TOKENS and _holds_rows(hidden, settings)
 
 
 def run_linear_normed(
     x: Unnormed, w_ND: Weight, settings: LinearSettings, /, *, bias_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``run_linear`` of one row that is yet to be normed, in one launch, where ``can_norm_linear``.
+    """Compute ``run_linear`` of rows that are yet to be normed, in one launch, where ``can_norm_linear``.
 
     Args:
         x: of the dtype of the bias.
@@ -263,17 +263,17 @@ def run_linear_normed(
     Returns:
         (x + branch, what ``run_linear`` gives).
     """
-    check_unnormed(x)
-    check_projection(x.x_1D, w_ND, bias_N)
+    check_unnormed(x, most=FEW_TOKENS)
+    check_projection(x.x_TD, w_ND, bias_N)
     check_blocks(w_ND, settings.rows, 0, name="linear")
-    outputs, total_1D = weight_shape(w_ND)[0], torch.empty_like(x.x_1D)
-    y_1N = x.x_1D.new_empty(1, outputs)
-    if settings.programs and can_stream(x.x_1D, w_ND):
-        run_stream(x, w_ND, bias_N, y_1N, settings, total_1D=total_1D)
+    outputs, total_TD = weight_shape(w_ND)[0], torch.empty_like(x.x_TD)
+    y_TN = x.x_TD.new_empty(len(x.x_TD), outputs)
+    if settings.programs and can_stream(x.x_TD, w_ND):
+        run_stream(x, w_ND, bias_N, y_TN, settings, total_TD=total_TD)
     else:
         apart = leave_programs(settings) if settings.programs else settings
-        _launch(x, w_ND, bias_N, y_1N, settings.depth, apart, total_1D)
-    return total_1D, y_1N
+        _launch(x, w_ND, bias_N, y_TN, settings.depth, apart, total_TD)
+    return total_TD, y_TN
 
 
 def _launch_any(
@@ -292,9 +292,9 @@ def _launch(
     y: Tensor,
     split: int,
     settings: LinearSettings,
-    total_1D: Tensor | None = None,
+    total_TD: Tensor | None = None,
 ) -> None:
-    x_TD, branch_1D, norm_D, eps = x if isinstance(x, Unnormed) else (x, None, None, 0.0)
+    x_TD, branch_TD, norm_D, eps = x if isinstance(x, Unnormed) else (x, None, None, 0.0)
     (tokens, hidden), (w, s) = x_TD.shape, split_weight(w_ND)
     rest_MD = w_ND.rest_MD if isinstance(w_ND, Fp8) else None
     rest = 0 if rest_MD is None else rest_MD.shape[0]
@@ -316,10 +316,10 @@ def _launch(
     tensors = (w, s, rest_MD, bias_N, y)
     options = {"num_warps": settings.warps} | launch_options(settings.pdl)
     if settings.dot:
-        pairs = settings.dot == 2 and can_pack(x_TD, w_ND)
         block = max(MAX_TOKENS, triton.next_power_of_2(tokens))
-        linear_dot[(blocks, splits)](x_TD, *tensors, tokens, **constants, BM=block, PAIRS=pairs, **options)
+        linear_dot[(blocks, splits)](x_TD, *tensors, tokens, **constants, BM=block, **options)
     else:
-        linear_product[(blocks * tokens, splits)](
-            x_TD, branch_1D, norm_D, total_1D, *tensors, tokens, EPS=eps, **constants, **options
+        few = tokens if tokens <= FEW_TOKENS and _holds_rows(hidden, settings) else 1
+        linear_product[(blocks * tokens // few, splits)](
+            x_TD, branch_TD, norm_D, total_TD, *tensors, tokens, TOKENS=few, EPS=eps, **constants, **options
         )

@@ -16,24 +16,11 @@ from fmoe.functional.quant import BLOCK, Fp8, Weight
 
 from ..linear_settings import LinearSettings
 from .fp8 import factors_at, load_factors
-from .launch import launch_options, start_next, wait_alone
+from .launch import LINE, fetch_ahead, launch_options, start_next, wait_alone
 from .products import PART, add_bias
 
-LINE = 128  # bytes that one prefetch brings
 LEAST_TOKENS = 8  # of a matrix instruction
 REST_ROWS = 16  # unquantised rows of one program
-
-
-@triton.jit
-def fetch_ahead(w, o_r, first, D: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr):
-    """Ask for the first AHEAD steps of the rows' weights without waiting for them."""
-    step: tl.constexpr = LINE * 8 // w.dtype.element_ty.primitive_bitwidth
-    lines: tl.constexpr = (AHEAD * BK + step - 1) // step
-    o_k = tl.minimum(first + tl.arange(0, lines) * step, D - 1)
-    at = (w + o_r[:, None] * D + o_k[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -162,7 +149,7 @@ def linear_kept(
 def can_keep(x_TD: Tensor, w: Weight, settings: LinearSettings, /) -> bool:
     """Tell whether ``run_few`` takes these: weights in FP8 blocks, columns of whole parts, x of 16 bits."""
     fits = isinstance(w, Fp8) and x_TD.dtype.itemsize == 2 and not x_TD.shape[1] % BLOCK
-    return fits and settings.dot == 1 and settings.programs > 0
+    return fits and settings.dot and settings.programs > 0
 
 
 def run_few(x_TD: Tensor, fp8: Fp8, bias_N: Tensor | None, y: Tensor, depth: int, settings: LinearSettings, /) -> None:

@@ -1,8 +1,5 @@
 """A dense projection of several tokens by matrix instructions, in steps over blocks of both operands.
 
-PAIRS, for weights in FP8 blocks and bfloat16: x becomes, step by step, a sum of two values of FP8, so that no weight is
-converted. Together these carry the eight digits of bfloat16, down to 2^-16 of the token's largest value in the step.
-
 Letters: T tokens, N rows of the weight matrix, M unquantised rows behind them, D summed dimension.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
@@ -12,9 +9,7 @@ import triton
 import triton.language as tl
 
 from .fp8 import SIDE, factors_at
-from .launch import start_next, wait_alone
-from .linear_few import fetch_ahead
-from .moe_split import power_of
+from .launch import fetch_ahead, start_next, wait_alone
 from .products import add_bias
 
 
@@ -30,36 +25,10 @@ def load_weights(w, o_r, o_k, D: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def split_pairs(v, by):
-    """Split v times ``by``, below 2^8, into its first four digits and the other four, both in FP8.
-
-    The first are cut off in float32, for the reason that ``moe_split.split_values`` gives. FP8 ends with steps of 2^-9:
-    at most one is lost there.
-    """
-    scaled = v * by
-    first = (scaled.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
-    return first.to(tl.float8e4nv), (scaled - first).to(tl.float8e4nv)
-
-
-@triton.jit
-def multiply_pairs(a, b, factor):
-    """Products [BN, BM] of weights a in FP8 and tokens b [BM, BK], times ``factor``; NaN of tokens not all finite."""
-    v = b.to(tl.float32)
-    # As integers, since what is no number has the largest.
-    top = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    by, back = power_of(top)
-    back = tl.where(top < 0x7F800000, back, float("nan"))
-    high, low = split_pairs(v, by[:, None])
-    p = tl.dot(a, high.T)
-    p = tl.dot(a, low.T, p)
-    return p * (factor * back)[None, :]
-
-
-@triton.jit
 def dot_block(
     x, w, s, bias, y, T, block, N: tl.constexpr, D: tl.constexpr, LD: tl.constexpr, SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All tokens, BN of N rows, and one part of D; y has LD columns."""
     o_n = block * BN + tl.arange(0, BN)
@@ -85,10 +54,7 @@ def dot_block(
         else:
             # A part that is not even may have a step past the last block: its products are 0, whatever they are times.
             factor = tl.load(factors + tl.minimum(k, D - 1) // SIDE)
-            if PAIRS:
-                acc += multiply_pairs(a, b, factor)
-            else:
-                acc += tl.dot(a.to(b.dtype), b.T, input_precision="ieee") * factor
+            acc += tl.dot(a.to(b.dtype), b.T, input_precision="ieee") * factor
     if HAS_BIAS:
         acc += add_bias(tl.zeros((BN,), tl.float32), bias, o_n, N, HAS_BIAS)[:, None]
     at = y + (part.to(tl.int64) * T + o_t[None, :]) * LD + o_n[:, None]
@@ -99,29 +65,22 @@ def dot_block(
 def linear_dot(
     x, w, s, rest, bias, y, T, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT).
-
-    With PAIRS, weights in FP8 blocks are multiplied as they are, with x as sums of two values of FP8.
-    """
+    """All tokens, at most BM, BN rows of the weights and SPLIT of D; grid (N / BN, D / SPLIT)."""
     start_next(PDL)
     block = tl.program_id(0)
     if M > 0:
         first: tl.constexpr = (M + BN - 1) // BN
         LD: tl.constexpr = N + M
-        # Rows of twice the bytes: less shared memory for them leaves more to all, and their lines are asked for before.
-        stages: tl.constexpr = min(STAGES, 3) if PAIRS else STAGES
-        ahead: tl.constexpr = AHEAD * 4 if PAIRS else AHEAD
         if block < first:
             dot_block(
                 x, rest, None, bias + N if HAS_BIAS else bias, y + N, T, block, M, D, LD, SPLIT, HAS_BIAS, BM, BN, BK,
-                stages, ahead, LINE, PAIRS, PDL,
+                STAGES, AHEAD, LINE, PDL,
             )  # fmt: skip
         else:
             dot_block(
-                x, w, s, bias, y, T, block - first, N, D, LD, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PAIRS,
-                PDL,
+                x, w, s, bias, y, T, block - first, N, D, LD, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL,
             )  # fmt: skip
     else:
-        dot_block(x, w, s, bias, y, T, block, N, D, N, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PAIRS, PDL)
+        dot_block(x, w, s, bias, y, T, block, N, D, N, SPLIT, HAS_BIAS, BM, BN, BK, STAGES, AHEAD, LINE, PDL)

@@ -16,17 +16,19 @@ from fmoe.functional.routing import RouterConfig, Routing
 from ..settings import Settings
 from .fp8 import can_quantize, split_weight
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
-from .moe_split import compute_down_split, compute_gate_up_split, find_rows
+from .moe_split import SplitRows, compute_down_split, compute_gate_up_split, find_rows, split_into_pairs
 from .products import (
     down_part,
     down_products,
     down_products_fp8,
     down_side_by_side,
+    find_parts,
     gate_up_at_once,
     gate_up_products,
     gate_up_products_fp8,
     load_row,
-    multiply_part,
+    load_side_by_side,
+    sum_rows,
 )
 from .route import Table, choice_constants, choose_row, compute_logits, weigh_row, write_row
 from .tiles import down_tile, gate_up_tile
@@ -117,9 +119,11 @@ def down_token(
     t = tl.program_id(1)
     pn = tl.program_id(0)
     if SIDE_BY_SIDE and EARLY and (BK >= KS * F):
-        a, factor = down_part(w, s, ids, weights, t, pn, 0, D, F, KS, BN, BK)
+        expert, place, weight = find_parts(ids, weights, t, 0, F, KS, BK)
+        a, factor = down_part(w, s, expert, place, weight, 0, pn, D, F, KS, BN, BK)
         wait_alone(PDL)
-        out = multiply_part(h, a, factor, t, 0, F, KS, BK)
+        v = load_side_by_side(h, t, 0, F, KS, BK)
+        out = sum_rows(a, v, v, factor, 1.0, False)
     else:
         wait_alone(PDL)
         if SIDE_BY_SIDE:
@@ -285,16 +289,36 @@ def route_and_gate_up(
     return routing, h_NF
 
 
+def takes_split(x_TD: Tensor, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /) -> bool:
+    """Tell whether ``compute_experts_tabled`` multiplies weights in FP8 as they are."""
+    return settings.path == "split" and can_quantize(x_TD, w_gate_up_EPD, w_down_EDF)
+
+
 def compute_experts_tabled(
-    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
+    x_TD: Tensor,
+    routing: Routing,
+    table: Table,
+    w_gate_up_EPD: Weight,
+    w_down_EDF: Weight,
+    settings: Settings,
+    /,
+    *,
+    split: SplitRows | None = None,
 ) -> Tensor:
-    """Run each expert once over its rows of the table; the formula of ``compute_experts_grouped``."""
+    """Run each expert once over its rows of the table; the formula of ``compute_experts_grouped``.
+
+    Args:
+        x_TD, routing, w_gate_up_EPD, w_down_EDF: as there.
+        table: of the routing.
+        settings: path ``grouped`` or ``split``.
+        split: x, where it is split already; read where ``takes_split``.
+    """
     if (
         isinstance(w_gate_up_EPD, Fp8)
         and isinstance(w_down_EDF, Fp8)
-        and (settings.path == "split" and can_quantize(x_TD, w_gate_up_EPD, w_down_EDF))
+        and takes_split(x_TD, w_gate_up_EPD, w_down_EDF, settings)
     ):
-        return compute_experts_split(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
+        return compute_experts_split(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings, split=split)
     tokens, columns = routing.experts_TK.shape
     experts, top_k = table.counts_E.shape[0], table.ranks_TK.shape[1]
     slots, (_, hidden, width), tile = columns - top_k, weight_shape(w_down_EDF), settings.gate_up
@@ -321,10 +345,26 @@ def compute_experts_tabled(
 
 
 def compute_experts_split(
-    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Fp8, w_down_EDF: Fp8, settings: Settings, /
+    x_TD: Tensor,
+    routing: Routing,
+    table: Table,
+    w_gate_up_EPD: Fp8,
+    w_down_EDF: Fp8,
+    settings: Settings,
+    /,
+    *,
+    split: SplitRows | None = None,
 ) -> Tensor:
-    """``compute_experts_tabled`` of weights in FP8 blocks that are not converted."""
-    h_NF = compute_gate_up_split(x_TD, routing, table, w_gate_up_EPD, settings)
-    if settings.token_down:
-        return sum_token_experts(h_NF, routing, w_down_EDF, settings, early=True)
-    return combine(compute_down_split(h_NF, routing, table, w_down_EDF, settings), routing.weights_TK, settings)
+    """``compute_experts_tabled`` of weights in FP8 blocks that are not converted.
+
+    Args:
+        x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings: as there.
+        split: x, if it was split before the last launch; None splits it in a launch of its own.
+    """
+    dtype, early = x_TD.dtype, split is None
+    x = split or split_into_pairs(x_TD, settings)
+    h = compute_gate_up_split(x, routing, table, w_gate_up_EPD, settings, dtype=dtype, early=early)
+    if isinstance(h, Tensor):
+        return sum_token_experts(h, routing, w_down_EDF, settings, early=True)
+    pairs_ND = compute_down_split(h, routing, table, w_down_EDF, settings, dtype=dtype)
+    return combine(pairs_ND, routing.weights_TK, settings)

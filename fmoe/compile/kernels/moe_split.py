@@ -5,7 +5,7 @@ by. Together they carry the eight digits of bfloat16, down to 2^-18 of the row's
 converted, and the time is that of reading them.
 
 Letters: T tokens, D hidden, E routed experts, K routed experts per token, S shared slots (ids E.., in every row),
-F expert width, N = T * (K + S) pairs.
+F expert width, N = T * (K + S) pairs, B blocks of columns with a power of two of their own.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
 
@@ -21,42 +21,40 @@ from fmoe.functional.routing import Routing
 
 from ..settings import Settings
 from .fp8 import SIDE, factors_at, split_weight
-from .launch import launch_options, wait_for_previous
+from .launch import LINE, fetch_ahead, launch_options, wait_for_previous
+from .quantize import power_of, split_values
 from .route import Table
 from .tiles import load_matrix, load_rows, store_rows
 
-LINE = tl.constexpr(128)  # bytes that one prefetch brings
 AHEAD = 2  # lines of each row that are asked for before x is there
 
 
 class SplitRows(NamedTuple):
-    """Rows as sums of two values of FP8, times a power of two for each row."""
+    """Rows as sums of two values of FP8, times a power of two for each row or each block of its columns."""
 
     high_ND: Tensor
     low_ND: Tensor
-    power_N: Tensor  # float32
+    power_NB: Tensor  # float32; B is 1 for a power of whole rows
 
 
 @triton.jit
-def power_of(top):
-    """Give the power of two that brings ``top`` to 2^7..2^8, where FP8 ends at 448, and its inverse."""
-    f = tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 0xFF, 8)
-    return ((261 - f) << 23).to(tl.float32, bitcast=True), ((f - 7) << 23).to(tl.float32, bitcast=True)
+def make_pairs(v):
+    """Give v, float32, as sums of two values of FP8 times a power of two, one for all along the first axis.
 
-
-@triton.jit
-def split_values(v, by):
-    """Split v times ``by`` into the nearest values of FP8 and what these are off by.
-
-    The nearest value is found in float32: converted to FP8 and back (sm_90, Triton 3.6), the second was off by more
-    than the value itself.
+    With NaN or infinity among these, which FP8 does not hold, the power is NaN.
     """
-    scaled = v * by
-    bits = scaled.to(tl.int32, bitcast=True)
-    # Three binary digits behind the first, half to even; below 2^-6 steps of 2^-9, as where 1.5 * 2^14 is added.
-    near = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    near = tl.where(tl.abs(scaled) < 0.015625, (scaled + 24576.0) - 24576.0, near)
-    return near.to(tl.float8e4nv), (scaled - near).to(tl.float8e4nv)
+    by, back = power_of(tl.max(tl.abs(v), 0))
+    high, low = split_values(v, by)
+    return high, low, back + tl.sum(v * 0.0, 0)
+
+
+@triton.jit
+def store_pairs(v, high, low, power, row, o_d, D: tl.constexpr):
+    """Store a row of D values, v in float32, as ``make_pairs`` gives it; v is 0 from D on."""
+    h, r, back = make_pairs(v)
+    tl.store(high + row * D + o_d, h, mask=o_d < D)
+    tl.store(low + row * D + o_d, r, mask=o_d < D)
+    tl.store(power + row, back)
 
 
 @triton.jit
@@ -66,22 +64,7 @@ def split_rows(x, high, low, power, D: tl.constexpr, BD: tl.constexpr, PDL: tl.c
     o_d = tl.arange(0, BD)
     wait_for_previous(PDL)
     v = tl.load(x + n * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-    by, back = power_of(tl.max(tl.abs(v), 0))
-    h, r = split_values(v, by)
-    tl.store(high + n * D + o_d, h, mask=o_d < D)
-    tl.store(low + n * D + o_d, r, mask=o_d < D)
-    # A row with NaN or infinity, which FP8 does not hold, gives NaN.
-    tl.store(power + n, back + tl.sum(v * 0.0, 0))
-
-
-@triton.jit
-def ask_for_lines(w, o_r, LINES: tl.constexpr, D: tl.constexpr):
-    """Ask for the first lines of the rows o_r of FP8 without waiting for them."""
-    o_k = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
-    at = (w + o_r[:, None] * D + o_k[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
+    store_pairs(v, high, low, power, n, o_d, D)
 
 
 @triton.jit
@@ -116,14 +99,18 @@ def multiply_split(a, p, q, row, k, o_k, inside, COLUMNS: tl.constexpr, EVEN: tl
 
 @triton.jit
 def gate_up_split(
-    p, q, power, w, s, h, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
-    K: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    OWNERS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    p, q, power, w, s, h, h_low, h_power, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, OWNERS: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows of one expert, BN gate rows and as many up rows behind them; grid (F / BN, shared tiles + experts).
 
-    The table is older than the launch in front.
+    h holds the rows' higher values, with a power for each BN columns; plain rows where there is no place for the lower.
+    EARLY: the table is older than the launch in front, so that weights are asked for before x is there.
     """
+    if not EARLY:
+        wait_for_previous(PDL)
     e, first, last = find_rows(ids, counts, ranks, tl.program_id(1), T, E, K, S, BM, OWNERS)
     pn = tl.program_id(0)
     o_k = tl.arange(0, BK)
@@ -133,9 +120,10 @@ def gate_up_split(
     # Rows past the last repeat it: a load without a mask, and no store.
     o_w = tl.minimum(o_n, F - 1) + tl.where(is_up, F, 0)
     base = w + e.to(tl.int64) * (2 * F * D)
-    if PDL and (first < last):
-        ask_for_lines(base, o_w, LINES, D)
-    wait_for_previous(PDL)
+    if EARLY:
+        if PDL and (first < last):
+            fetch_ahead(base, o_w, 0, D, LINE, LINES, LINE)
+        wait_for_previous(PDL)
     even: tl.constexpr = D % BK == 0
     gate_factors = factors_at(s, e, 0, pn * BN, F, D, 2)
     up_factors = factors_at(s, e, 1, pn * BN, F, D, 2)
@@ -153,19 +141,29 @@ def gate_up_split(
         gate, up = tl.split(tl.permute(tl.reshape(both, (2, BN, BM)), (1, 2, 0)))
         y = gate * tl.sigmoid(gate) * up
         o_f = pn * BN + tl.arange(0, BN)
-        at = h + n.to(tl.int64)[None, :] * F + o_f[:, None]
-        tl.store(at, y.to(h.dtype.element_ty), mask=inside[None, :] & (o_f[:, None] < F))
+        at = n.to(tl.int64)[None, :] * F + o_f[:, None]
+        stored = inside[None, :] & (o_f[:, None] < F)
+        if h_low is None:
+            tl.store(h + at, y.to(h.dtype.element_ty), mask=stored)
+        else:
+            # Not rounded first: a pair has more digits than bfloat16.
+            high, low, back = make_pairs(y)
+            tl.store(h + at, high, mask=stored)
+            tl.store(h_low + at, low, mask=stored)
+            tl.store(h_power + n * ((F + BN - 1) // BN) + pn, back, mask=inside)
 
 
 @triton.jit
 def down_split(
     p, q, power, w, s, y, ids, counts, rows, ranks, T, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
-    K: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr, OWNERS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
+    BLOCKS: tl.constexpr, STAGES: tl.constexpr, OWNERS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows of one expert and BLOCKS times BN of its D rows; y holds one row for each pair, not weighted.
 
-    One loop leads over blocks and depth, so that the first loads of a block run under the products of the one before.
+    The rows have a power for each BP columns, whole steps of BK. The table is older than the launch in front. One loop
+    leads over blocks and depth, so that the first loads of a block run under the products of the one before.
     """
     e, first, last = find_rows(ids, counts, ranks, tl.program_id(1), T, E, K, S, BM, OWNERS)
     o_k = tl.arange(0, BK)
@@ -173,7 +171,7 @@ def down_split(
     begin = tl.program_id(0) * (BLOCKS * BN)
     base = w + e.to(tl.int64) * (D * F)
     if PDL and (first < last):
-        ask_for_lines(base, tl.minimum(begin + o_n, D - 1), LINES, F)
+        fetch_ahead(base, tl.minimum(begin + o_n, D - 1), 0, F, LINE, LINES, LINE)
     wait_for_previous(PDL)
     steps: tl.constexpr = (F + BK - 1) // BK
     even: tl.constexpr = F % BK == 0
@@ -181,7 +179,7 @@ def down_split(
         o_m = m + tl.arange(0, BM)
         inside = o_m < last
         n = tl.load(rows + e.to(tl.int64) * T + o_m, mask=inside, other=0)
-        back = tl.load(power + n, mask=inside, other=0.0)
+        powers = power + n * ((F + BP - 1) // BP)
         at = y + n.to(tl.int64)[:, None] * D
         acc = tl.zeros((BN, BM), tl.float32)
         for i in tl.range(0, BLOCKS * steps, num_stages=STAGES):
@@ -189,10 +187,20 @@ def down_split(
             k = i % steps * BK
             a = load_matrix(base, tl.minimum(row + o_n, D - 1), k + o_k, D, F, even)
             factor = tl.load(factors_at(s, e, 0, tl.minimum(row, D - 1), D, F, 1) + k // SIDE)
-            acc += multiply_split(a, p, q, n, k, o_k, inside, F, even) * factor
+            back = tl.load(powers + k // BP, mask=inside, other=0.0) * factor
+            acc += multiply_split(a, p, q, n, k, o_k, inside, F, even) * back[None, :]
             if i % steps == steps - 1:
-                store_rows(at + row, (acc * back[None, :]).T, inside, row, D)
+                store_rows(at + row, acc.T, inside, row, D)
                 acc = tl.zeros((BN, BM), tl.float32)
+
+
+def empty_split(rows: int, columns: int, /, *, blocks: int, device: torch.device) -> SplitRows:
+    """Allocate rows with a power for each of B ``blocks`` of their columns."""
+    return SplitRows(
+        torch.empty(rows, columns, dtype=FP8, device=device),
+        torch.empty(rows, columns, dtype=FP8, device=device),
+        torch.empty(rows, blocks, dtype=torch.float32, device=device),
+    )
 
 
 def split_into_pairs(x_ND: Tensor, settings: Settings, /) -> SplitRows:
@@ -203,11 +211,7 @@ def split_into_pairs(x_ND: Tensor, settings: Settings, /) -> SplitRows:
         settings: ``pdl`` is read.
     """
     rows, size = x_ND.shape
-    split = SplitRows(
-        x_ND.new_empty(x_ND.shape, dtype=FP8),
-        x_ND.new_empty(x_ND.shape, dtype=FP8),
-        x_ND.new_empty(rows, dtype=torch.float32),
-    )
+    split = empty_split(rows, size, blocks=1, device=x_ND.device)
     block = triton.next_power_of_2(size)
     split_rows[(rows,)](
         x_ND, *split, D=size, BD=block, PDL=settings.pdl, num_warps=min(max(block // 512, 1), 8),
@@ -217,50 +221,67 @@ def split_into_pairs(x_ND: Tensor, settings: Settings, /) -> SplitRows:
 
 
 def compute_gate_up_split(
-    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Fp8, settings: Settings, /
-) -> Tensor:
-    """Two launches: x split, and h [N, F], gate and up of each pair.
+    x: SplitRows,
+    routing: Routing,
+    table: Table,
+    w_gate_up_EPD: Fp8,
+    settings: Settings,
+    /,
+    *,
+    dtype: torch.dtype,
+    early: bool,
+) -> SplitRows | Tensor:
+    """Compute h [N, F], gate and up of each pair, split with a power for each ``gate_up.rows`` columns.
 
     Args:
-        x_TD: rows, in bfloat16 or another dtype.
+        x: [T, D], with a power for each row.
         routing, table: of the pairs.
         w_gate_up_EPD: gate and up rows of all experts.
-        settings: ``gate_up``, ``owners`` and ``pdl`` are read.
+        settings: ``gate_up``, ``token_down``, ``owners`` and ``pdl`` are read.
+        dtype: of the plain h that there is with ``token_down``.
+        early: the table is older than the launch in front, where launches are dependent.
     """
-    (tokens, columns), hidden, tile = routing.experts_TK.shape, x_TD.shape[1], settings.gate_up
+    (tokens, columns), hidden, tile = routing.experts_TK.shape, x.high_ND.shape[1], settings.gate_up
     experts, top_k, width = table.counts_E.shape[0], table.ranks_TK.shape[1], weight_shape(w_gate_up_EPD)[1] // 2
-    slots = columns - top_k
-    h_NF = x_TD.new_empty(tokens * columns, width)
+    slots, blocks, device = columns - top_k, triton.cdiv(width, tile.rows), x.high_ND.device
+    h: SplitRows | Tensor
+    if settings.token_down:
+        h = torch.empty(tokens * columns, width, dtype=dtype, device=device)
+    else:
+        h = empty_split(tokens * columns, width, blocks=blocks, device=device)
     programs = tokens * top_k if settings.owners else experts
-    gate_up_split[(triton.cdiv(width, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)](
-        *split_into_pairs(x_TD, settings), *split_weight(w_gate_up_EPD), h_NF, routing.experts_TK, *table, tokens,
-        D=hidden, F=width, E=experts, K=top_k, S=slots, BM=tile.tokens, BN=tile.rows, BK=tile.depth,
-        STAGES=tile.stages, OWNERS=settings.owners, LINES=AHEAD, PDL=settings.pdl, num_warps=tile.warps,
-        **launch_options(settings.pdl),
+    gate_up_split[(blocks, slots * triton.cdiv(tokens, tile.tokens) + programs)](
+        *x, *split_weight(w_gate_up_EPD), *((h, None, None) if isinstance(h, Tensor) else h), routing.experts_TK,
+        *table, tokens, D=hidden, F=width, E=experts, K=top_k, S=slots, BM=tile.tokens, BN=tile.rows, BK=tile.depth,
+        STAGES=tile.stages, OWNERS=settings.owners, EARLY=early, LINES=AHEAD, LINE=LINE, PDL=settings.pdl,
+        num_warps=tile.warps, **launch_options(settings.pdl),
     )  # fmt: skip
-    return h_NF
+    return h
 
 
-def compute_down_split(h_NF: Tensor, routing: Routing, table: Table, w_down_EDF: Fp8, settings: Settings, /) -> Tensor:
-    """Two launches: h split, and the down product of each pair, not weighted, [N, D].
+def compute_down_split(
+    h: SplitRows, routing: Routing, table: Table, w_down_EDF: Fp8, settings: Settings, /, *, dtype: torch.dtype
+) -> Tensor:
+    """Compute the down product of each pair, not weighted, [N, D].
 
     Args:
-        h_NF: of the pairs.
+        h: of the pairs, as ``compute_gate_up_split`` gives it.
         routing, table: of the pairs.
         w_down_EDF: down rows of all experts.
-        settings: ``down``, ``programs``, ``owners`` and ``pdl`` are read.
+        settings: ``gate_up.rows``, ``down``, ``programs``, ``owners`` and ``pdl`` are read.
+        dtype: of the result.
     """
     (tokens, columns), (_, hidden, width), tile = routing.experts_TK.shape, weight_shape(w_down_EDF), settings.down
     experts, top_k = table.counts_E.shape[0], table.ranks_TK.shape[1]
     slots, blocks = columns - top_k, triton.cdiv(hidden, tile.rows)
     repeated = triton.cdiv(blocks, settings.programs or blocks)
     programs = tokens * top_k if settings.owners else experts
-    pairs_ND = h_NF.new_empty(tokens * columns, hidden)
+    pairs_ND = torch.empty(tokens * columns, hidden, dtype=dtype, device=h.high_ND.device)
     down_split[(triton.cdiv(blocks, repeated), slots * triton.cdiv(tokens, tile.tokens) + programs)](
-        *split_into_pairs(h_NF, settings), *split_weight(w_down_EDF), pairs_ND, routing.experts_TK, *table, tokens,
-        D=hidden, F=width, E=experts, K=top_k, S=slots, BM=tile.tokens, BN=tile.rows, BK=tile.depth, BLOCKS=repeated,
+        *h, *split_weight(w_down_EDF), pairs_ND, routing.experts_TK, *table, tokens, D=hidden, F=width, E=experts,
+        K=top_k, S=slots, BM=tile.tokens, BN=tile.rows, BK=tile.depth, BP=settings.gate_up.rows, BLOCKS=repeated,
         STAGES=tile.stages, OWNERS=settings.owners,
-        LINES=min(triton.next_power_of_2(triton.cdiv(width, 128)), 8), PDL=settings.pdl, num_warps=tile.warps,
-        **launch_options(settings.pdl),
+        LINES=min(triton.next_power_of_2(triton.cdiv(width, LINE)), 8), LINE=LINE, PDL=settings.pdl,
+        num_warps=tile.warps, **launch_options(settings.pdl),
     )  # fmt: skip
     return pairs_ND

@@ -1,11 +1,11 @@
-"""Residual and RMS norm inside the kernel behind them, one token: each program makes the whole row, one stores it.
+"""Residual and RMS norm inside the kernel behind them, few tokens: each program makes the whole rows, one stores them.
 
-A launch of its own costs more than to make the row again in each program. What is rounded, and the order of every sum
+A launch of its own costs more than to make the rows again in each program. What is rounded, and the order of every sum
 that could show in the result, is the same wherever a row is normed.
 
 Letters: D the normalised channels, P parts of PART columns.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc, assignment"
 
 from typing import NamedTuple
 
@@ -13,30 +13,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import PART
+from .launch import wait_alone
+from .products import PART, group_parts, load_row
 
 
 class Unnormed(NamedTuple):
-    """A row that the kernel reading it has yet to make: the norm of x + branch."""
+    """Rows that the kernel reading them has yet to make: the norm of x + branch."""
 
-    x_1D: Tensor
-    branch_1D: Tensor
+    x_TD: Tensor
+    branch_TD: Tensor
     weight_D: Tensor  # its dtype chooses the rounding, as in ``rms_norm``
     eps: float
 
 
-def check_unnormed(x: Unnormed, /) -> None:
+def check_unnormed(x: Unnormed, /, *, most: int) -> None:
     """Refuse what the kernels would read wrongly.
+
+    Args:
+        x: rows.
+        most: rows that the kernel takes.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or a tensor that is not contiguous.
     """
-    row, branch, weight = tensors = x.x_1D, x.branch_1D, x.weight_D
+    rows, branch, weight = tensors = x.x_TD, x.branch_TD, x.weight_D
     shapes = [tuple(tensor.shape) for tensor in tensors]
-    if row.shape != (1, row.shape[-1]) or branch.shape != row.shape or weight.shape != row.shape[1:]:
-        raise ValueError(f"x, branch and norm must be [1, D], [1, D] and [D], got {shapes}; norm several rows apart")
-    if branch.dtype != row.dtype or not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError(f"x and branch must have one dtype, {row.dtype} and {branch.dtype} came, and be contiguous")
+    if rows.dim() != 2 or branch.shape != rows.shape or weight.shape != rows.shape[1:] or not 0 < len(rows) <= most:
+        raise ValueError(
+            f"x, branch and norm must be [T, D], [T, D] and [D], T from 1 to {most}, got {shapes}; norm more rows apart"
+        )
+    if branch.dtype != rows.dtype or not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"x and branch must have one dtype, {rows.dtype} and {branch.dtype} came, and be contiguous")
 
 
 @triton.jit
@@ -161,7 +168,8 @@ def load_normed(
         largest = tl.maximum(tl.maximum(tl.abs(n0), tl.abs(n1)), tl.maximum(tl.abs(n2), tl.abs(n3)))
         bits = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True) & 0x7F800000
         inverse = tl.maximum(0x7F000000 - bits, 0x00800000).to(tl.float32, bitcast=True)
-        return pack_scaled(n0, n1, inverse), pack_scaled(n2, n3, inverse), bits.to(tl.float32, bitcast=True)
+        x0, x1 = group_parts(pack_scaled(n0, n1, inverse), BK), group_parts(pack_scaled(n2, n3, inverse), BK)
+        return x0, x1, bits.to(tl.float32, bitcast=True)
     else:
         o_k = columns_of(BK)
         inside = o_k < D
@@ -178,3 +186,26 @@ def load_normed(
                 tl.store(normed + o_k, y, mask=inside)
         n = y.to(tl.float32)
         return n, n, 1.0
+
+
+@triton.jit
+def wait_for_rows(
+    x, branch, norm, total, normed, first, stores, T: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
+    BK: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``load_row`` of T rows of x from ``first`` on, a tuple, once they are there; with a norm, ``load_normed``."""
+    rows = ()
+    if norm is None:
+        wait_alone(PDL)
+        for t in tl.static_range(T):
+            rows += (load_row(x, first + t, D, BK, PACKED),)
+    else:
+        w0, w1, w2, w3 = load_norm(norm, D, BK, PACKED)
+        wait_alone(PDL)
+        for t in tl.static_range(T):
+            at = (first + t) * D
+            of_normed = None if normed is None else normed + at
+            rows += (
+                load_normed(x + at, branch + at, w0, w1, w2, w3, total + at, of_normed, stores, D, EPS, BK, PACKED),
+            )
+    return rows

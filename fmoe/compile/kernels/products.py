@@ -7,7 +7,12 @@ PACKED, for weights in FP8 and bfloat16 on NVIDIA GPUs: four weights stay togeth
 multiplied, with float16 that the row's largest value scales, and are summed in float16 by twos before float32. It takes
 a fifth of the instructions, which are what bounds such a product otherwise.
 
-Letters: D hidden, F expert width, KS experts of a token, P parts of PART columns.
+The order of dimensions decides what a thread holds: Triton 3.6 gives the lanes to the last one, 16 bytes each, then to
+the first, the second and so on. So the C loads of a part come first, then parts, then rows: a thread converts its
+columns of x once for all rows, and sums what one load gave by itself. Packed, parts come first, in J groups, as many as
+a warp reads at once: each warp sums rows of its own.
+
+Letters: D hidden, F expert width, KS experts of a token, P parts of PART columns, in C loads of V, or in J groups of G.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-any-return, misc"
 # ruff: noqa: SIM108
@@ -19,6 +24,9 @@ from fmoe.functional.quant import BLOCK
 
 from .fp8 import SIDE, factors_at, load_factors
 
+FEW_TOKENS = 2  # that one program multiplies with rows of weights that it holds
+ABREAST = tl.constexpr(4)  # parts of fours of FP8 that a warp reads at once, 16 bytes in each lane
+LOAD = tl.constexpr(128)  # bits that a lane loads at once
 PART = tl.constexpr(BLOCK)  # columns that have one expert, and of weights in FP8 blocks one factor
 
 
@@ -177,14 +185,25 @@ def multiply_fours(a, x01, x23):
 
 
 @triton.jit
+def group_parts(v, BK: tl.constexpr):
+    """View what stands part by part, [P, PART / 4] or [P], in groups, [J, G, PART / 4] or [J, G]."""
+    J: tl.constexpr = min(ABREAST, BK // PART)
+    if len(v.shape) == 1:
+        return tl.reshape(v, (J, BK // PART // J))
+    else:
+        return tl.reshape(v, (J, BK // PART // J, PART // 4))
+
+
+@triton.jit
 def load_row(x, t, D: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr):
-    """Load row t of x, 0 past D: float32 [P, PART], twice, and 1; packed, two int32 [P, PART / 4] and their factor."""
+    """Load row t of x, 0 past D: float32 [P, PART] twice, and 1; packed, int32 [J, G, PART / 4] twice, and a factor."""
     x += t.to(tl.int64) * D
     if PACKED:
         top, inverse = largest_of(x, D, BK)
         o_j = tl.arange(0, BK // PART)[:, None] * (PART // 2) + 2 * tl.arange(0, PART // 4)[None, :]
         inside = o_j < D // 2
-        return pack_pairs(x, o_j, inside, inverse), pack_pairs(x, o_j + 1, inside, inverse), top
+        x0, x1 = pack_pairs(x, o_j, inside, inverse), pack_pairs(x, o_j + 1, inside, inverse)
+        return group_parts(x0, BK), group_parts(x1, BK), top
     else:
         o_k = tl.arange(0, BK // PART)[:, None] * PART + tl.arange(0, PART)[None, :]
         if BK == D:
@@ -195,38 +214,56 @@ def load_row(x, t, D: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def columns_by_loads(BK: tl.constexpr, V: tl.constexpr):
+    """Count BK columns load by load, [C, P, 1, V]."""
+    o_k = tl.arange(0, PART // V)[:, None] * V + tl.arange(0, BK // PART)[None, :] * PART
+    return o_k[:, :, None, None] + tl.arange(0, V)[None, None, None, :]
+
+
+@triton.jit
+def group_loads(v, V: tl.constexpr):
+    """View [P, PART] load by load, [C, P, 1, V]."""
+    return tl.permute(tl.reshape(v, (v.shape[0], PART // V, V)), (1, 0, 2))[:, :, None, :]
+
+
+@triton.jit
 def load_rows(w, o_n, D: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr):
-    """Load rows o_n of a matrix [N, D] whole, as [BN, P, PART], or fours of FP8 [BN, P, PART / 4]; 0 outside.
+    """Load rows o_n of a matrix [N, D] whole, as [C, P, BN, V], or fours of FP8 [J, BN, G, PART / 4]; 0 outside.
 
     Each weight is read once in a step: what is fetched ahead shall outlive it in the cache.
     """
-    if PACKED:
-        w = w.to(tl.pointer_type(tl.int32))
-    per: tl.constexpr = PART // 4 if PACKED else PART
     LD: tl.constexpr = D // 4 if PACKED else D
-    o_k = tl.arange(0, BK // PART)[:, None] * per + tl.arange(0, per)[None, :]
-    at = w + o_n[:, None, None] * LD + o_k[None, :, :]
+    if PACKED:
+        o_p = group_parts(tl.arange(0, BK // PART), BK)[:, None, :, None]
+        o_k = o_p * (PART // 4) + tl.arange(0, PART // 4)[None, None, None, :]
+        o_n = o_n[None, :, None, None]
+        w = w.to(tl.pointer_type(tl.int32))
+    else:
+        V: tl.constexpr = LOAD // w.dtype.element_ty.primitive_bitwidth
+        o_k = columns_by_loads(BK, V)
+        o_n = o_n[None, None, :, None]
+    at = w + o_n * LD + o_k
     if (N % BN == 0) and (BK == D):
         a = tl.load(at, eviction_policy="evict_first")
     else:
-        a = tl.load(
-            at,
-            mask=(o_n[:, None, None] < N) & (o_k[None, :, :] < LD),
-            other=0 if PACKED else 0.0,
-            eviction_policy="evict_first",
-        )
+        a = tl.load(at, mask=(o_n < N) & (o_k < LD), other=0 if PACKED else 0.0, eviction_policy="evict_first")
     return a
 
 
 @triton.jit
 def sum_rows(a, x0, x1, factor, top, PACKED: tl.constexpr):
-    """Sum [BN] of the products of what ``load_rows`` and ``load_row`` gave; ``factor`` [P] is of each part, or None."""
+    """Sum [BN] of the products of what ``load_rows`` and ``load_row`` gave.
+
+    ``factor`` is of each part, [P], or None; packed, [J, G].
+    """
     if PACKED:
-        return tl.sum(tl.sum(multiply_fours(a, x0[None, :, :], x1[None, :, :]), 2) * factor[None, :], 1) * top
+        v = multiply_fours(a, x0[:, None, :, :], x1[:, None, :, :]) * factor[:, None, :, None]
+        return tl.sum(tl.sum(tl.sum(v, 2), 2), 0) * top
     else:
+        v = tl.sum(a.to(tl.float32) * group_loads(x0, a.shape[3]), 3)
         if factor is not None:
-            x0 = x0 * factor[:, None]
-        return tl.sum(tl.sum(a.to(tl.float32) * x0[None, :, :], 2), 1)
+            v *= factor[None, :, None]
+        return tl.sum(tl.sum(v, 1), 0)
 
 
 @triton.jit
@@ -249,41 +286,48 @@ def gate_up_at_once(v, w, s, e, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.con
 
 
 @triton.jit
-def down_part(
-    w, s, ids, weights, t, pn, first, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """Load BK of the F * KS columns that token t's experts have side by side, from ``first`` on; F is whole parts.
+def find_parts(ids, weights, t, first, F: tl.constexpr, KS: tl.constexpr, BK: tl.constexpr):
+    """Find BK of the F * KS columns that token t's experts have side by side, from ``first`` on; F is whole parts.
 
     Returns:
-        Weights [BN, P, PART], and what each part is times [P], the routing's weight and the factor.
+        Of each part [P]: its expert, its place in that expert's columns, and the routing's weight, 0 outside.
     """
     of_expert: tl.constexpr = F // PART
-    o_n = pn * BN + tl.arange(0, BN)
-    o_p = first // PART + tl.arange(0, BK // PART)
-    inside = o_p < KS * of_expert
+    o_p = tl.arange(0, BK // PART) + first // PART
     n = t * KS + tl.minimum(o_p // of_expert, KS - 1)
-    e = tl.load(ids + n).to(tl.int64)
-    factor = tl.where(inside, tl.load(weights + n), 0.0)
-    columns = (e * (D * F) + o_p % of_expert * PART)[None, :, None] + tl.arange(0, PART)[None, None, :]
-    at = w + columns + o_n[:, None, None] * F
-    if D % BN == 0:
-        a = tl.load(at, mask=inside[None, :, None], other=0.0, eviction_policy="evict_first")
-    else:
-        inside_n = inside[None, :, None] & (o_n[:, None, None] < D)
-        a = tl.load(at, mask=inside_n, other=0.0, eviction_policy="evict_first")
-    if s is not None:
-        factor *= tl.load(factors_at(s, e, 0, pn * BN, D, F, 1) + o_p % of_expert)
-    return a, factor
+    weight = tl.where(o_p < KS * of_expert, tl.load(weights + n), 0.0)
+    return tl.load(ids + n).to(tl.int64), o_p % of_expert, weight
 
 
 @triton.jit
-def multiply_part(h, a, factor, t, first, F: tl.constexpr, KS: tl.constexpr, BK: tl.constexpr):
-    """Sum [BN] of the products of what ``down_part`` loaded with the token's rows of h."""
-    o_p = first // PART + tl.arange(0, BK // PART)
-    o_k = o_p[:, None] * PART + tl.arange(0, PART)[None, :]
-    v = tl.load(h + t.to(tl.int64) * (KS * F) + o_k, mask=o_k < KS * F, other=0.0).to(tl.float32)
-    return sum_rows(a, v, v, factor, 1.0, False)
+def down_part(
+    w, s, expert, place, weight, first, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Load block pn of the rows of what ``find_parts`` found from ``first`` on.
+
+    Returns:
+        Weights [C, P, BN, V], and what each part is times [P], the routing's weight and the factor.
+    """
+    o_n = pn * BN + tl.arange(0, BN)
+    inside = (tl.arange(0, BK // PART) + first // PART < KS * (F // PART))[None, :, None, None]
+    V: tl.constexpr = LOAD // w.dtype.element_ty.primitive_bitwidth
+    columns = (expert * (D * F) + place * PART)[None, :, None, None] + columns_by_loads(PART, V)
+    at = w + columns + o_n[None, None, :, None] * F
+    if D % BN == 0:
+        a = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    else:
+        a = tl.load(at, mask=inside & (o_n[None, None, :, None] < D), other=0.0, eviction_policy="evict_first")
+    if s is not None:
+        weight *= tl.load(factors_at(s, expert, 0, pn * BN, D, F, 1) + place)
+    return a, weight
+
+
+@triton.jit
+def load_side_by_side(h, t, first, F: tl.constexpr, KS: tl.constexpr, BK: tl.constexpr):
+    """Load BK of the token's F * KS columns of h from ``first`` on, float32 [P, PART]; 0 past the last."""
+    o_k = first + tl.arange(0, BK // PART)[:, None] * PART + tl.arange(0, PART)[None, :]
+    return tl.load(h + t.to(tl.int64) * (KS * F) + o_k, mask=o_k < KS * F, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -294,6 +338,8 @@ def down_side_by_side(
     """``down_products`` over the columns of all of the token's experts, BK at a time, whichever expert they are of."""
     acc = tl.zeros((BN,), tl.float32)
     for first in tl.range(0, KS * F, BK, num_stages=STAGES):
-        a, factor = down_part(w, s, ids, weights, t, pn, first, D, F, KS, BN, BK)
-        acc += multiply_part(h, a, factor, t, first, F, KS, BK)
+        expert, place, weight = find_parts(ids, weights, t, first, F, KS, BK)
+        a, factor = down_part(w, s, expert, place, weight, first, pn, D, F, KS, BN, BK)
+        v = load_side_by_side(h, t, first, F, KS, BK)
+        acc += sum_rows(a, v, v, factor, 1.0, False)
     return acc

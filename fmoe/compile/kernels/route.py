@@ -23,8 +23,8 @@ from .choice import store_row, weigh_shared
 from .choice import weigh_row as weigh_row
 from .choice import write_row as write_row
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
-from .normed import Unnormed, load_norm, load_normed
-from .products import PART, load_row, load_rows, sum_rows
+from .normed import Unnormed, wait_for_rows
+from .products import PART, load_rows, sum_rows
 
 SCORINGS = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
 ROUNDINGS = {torch.bfloat16: 1, torch.float16: 2}
@@ -38,6 +38,7 @@ class Table(NamedTuple):
     ranks_TK: Tensor  # int32 [T, K]: place of a routed pair among its expert's rows
 
 
+NORMED_TOKENS = 4  # whose programs norm them anew
 MANY = 512  # tokens from which one warp for each is enough to fill the device (16,384 tokens, E = 512: 52 us less)
 
 
@@ -48,7 +49,7 @@ def logits_gemv(
 ):  # fmt: skip
     """One token and BR rows of the router; grid (R / BR, T).
 
-    Where there is a norm, of one token, x is that of x + branch; both are stored.
+    Where there is a norm, x is that of x + branch; both are stored.
     """
     start_next(PDL)
     t = tl.program_id(1)
@@ -57,14 +58,9 @@ def logits_gemv(
     if (BK >= D) and (BK >= PART):
         # The weights are asked for before x is there.
         a = load_rows(w, o_r.to(tl.int64), D, R, BR, BK, False)
-        if norm is None:
-            wait_alone(PDL)
-            x0, x1, top = load_row(x, t, D, BK, False)
-        else:
-            w0, w1, w2, w3 = load_norm(norm, D, BK, False)
-            wait_alone(PDL)
-            first = tl.program_id(0) == 0
-            x0, x1, top = load_normed(x, branch, w0, w1, w2, w3, total, normed, first, D, EPS, BK, False)
+        stores = tl.program_id(0) == 0
+        rows = wait_for_rows(x, branch, norm, total, normed, t.to(tl.int64), stores, 1, D, EPS, BK, False, PDL)
+        x0, x1, top = rows[0]
         v = sum_rows(a, x0, x1, None, top, False)
     else:
         wait_alone(PDL)
@@ -217,29 +213,29 @@ def compute_logits(x_TD: Tensor, w_router_RD: Tensor, settings: Settings, /, *, 
     return logits, counts_E
 
 
-def can_norm_logits(hidden: int, settings: Settings, /) -> bool:
-    """Tell whether ``compute_logits_normed`` takes one row of these sizes: where a block holds it whole."""
-    return settings.router.tokens == 0 and settings.router.depth >= max(hidden, BLOCK)
+def can_norm_logits(tokens: int, hidden: int, settings: Settings, /) -> bool:
+    """Tell whether ``compute_logits_normed`` takes rows of these sizes: a few, where a block holds one whole."""
+    return 0 < tokens <= NORMED_TOKENS and settings.router.tokens == 0 and settings.router.depth >= max(hidden, BLOCK)
 
 
 def compute_logits_normed(
     x: Unnormed, w_router_RD: Tensor, settings: Settings, /, *, num_experts: int
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Compute ``compute_logits`` of a row that is yet to be normed, where ``can_norm_logits``.
+    """Compute ``compute_logits`` of rows that are yet to be normed, where ``can_norm_logits``.
 
     Returns:
         (x + branch, its norm, what ``compute_logits`` gives).
     """
-    (hidden, rows), tile = (x.x_1D.shape[1], w_router_RD.shape[0]), settings.router
-    logits = torch.empty(1, 1, rows, dtype=torch.float32, device=x.x_1D.device)
-    counts_E = torch.empty(num_experts, dtype=torch.int32, device=x.x_1D.device)
-    normed_1D, total_1D = torch.empty_like(x.x_1D), torch.empty_like(x.x_1D)
-    logits_gemv[(triton.cdiv(rows, tile.rows), 1)](
-        x.x_1D, x.branch_1D, x.weight_D, total_1D, normed_1D, w_router_RD, logits, counts_E, 1, D=hidden,
+    x_TD, (tokens, hidden), rows, tile = x.x_TD, x.x_TD.shape, w_router_RD.shape[0], settings.router
+    logits = torch.empty(1, tokens, rows, dtype=torch.float32, device=x_TD.device)
+    counts_E = torch.empty(num_experts, dtype=torch.int32, device=x_TD.device)
+    normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    logits_gemv[(triton.cdiv(rows, tile.rows), tokens)](
+        x_TD, x.branch_TD, x.weight_D, total_TD, normed_TD, w_router_RD, logits, counts_E, tokens, D=hidden,
         E=num_experts, R=rows, EPS=x.eps, BR=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl,
         num_warps=tile.warps, **launch_options(settings.pdl),
     )  # fmt: skip
-    return total_1D, normed_1D, (logits, counts_E)
+    return total_TD, normed_TD, (logits, counts_E)
 
 
 def empty_table(counts_E: Tensor, tokens: int, top_k: int, slots: int) -> Table:
