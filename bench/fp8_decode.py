@@ -1,11 +1,10 @@
 """Qwen3-Next's MoE layer over weights in FP8 blocks for few tokens: candidates held to the reference, then timed.
 
-    python -m bench.fp8_decode                              8 to 64 tokens
-    python -m bench.fp8_decode --tokens 2,4,128 --seconds 40
-    python -m bench.fp8_decode --tokens 8 --normed          all candidates behind a norm, as a model runs them
+    python -m bench.fp8_decode                              2 to 512 tokens
+    python -m bench.fp8_decode --tokens 8,64 --seconds 20
 
 Each figure is the median replay of a CUDA graph over so many weight sets that none is in the cache when it is read.
-Candidates are compiled in threads before anything is timed. Those behind a norm norm a residual and a branch first.
+Candidates are compiled in threads before anything is timed.
 
 Letters: T tokens.
 """
@@ -16,10 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.fp8_kernels import (
@@ -38,9 +35,6 @@ from bench.fp8_kernels import (
 )
 from bench.moe_shapes import capture, time_graph
 from fmoe.compile.kernels import Settings, Tile
-from fmoe.compile.kernels.add_norm import add_rms_norm_rows
-from fmoe.compile.kernels.layer import can_norm_layer, run_moe_layer_normed
-from fmoe.compile.kernels.normed import Unnormed
 
 LAYERS = 5
 GBPS = 4250  # of reading, which the bytes' time rests on
@@ -49,66 +43,51 @@ THREADS = 14
 ROW = Tile(0, 1, 2048, 4, 2)
 BY_SIDE = Tile(1, 2, 8192, 4, 1)
 
-INSIDE, APART = " behind a norm", " behind a norm apart"
+Candidates = dict[str, Settings]
 
 
-class Candidate(NamedTuple):
-    """Settings, and where the norm in front is made."""
-
-    settings: Settings
-    norm: str = ""  # INSIDE: by what a model calls; APART: by its launch alone
-
-
-Candidates = dict[str, Candidate]
-
-
-def few() -> Iterator[tuple[str, Settings]]:
-    """List candidates for 2 and 4 tokens: vectors, then matrices."""
+def few(tokens: int) -> Iterator[tuple[str, Settings]]:
+    """List candidates for 2 to 8 tokens: vectors, then matrices."""
     base = default_layer(2)
     yield "slots, down side by side", base
     narrow = replace(base, down=Tile(1, 8, 512, 4, 4))
     yield "slots, down 8x512 w4 s4", narrow
     yield "slots, down 8x512 w4 s3", replace(base, down=Tile(1, 8, 512, 4, 3))
     yield "slots, down 4x512 w2 s4", replace(base, down=Tile(1, 4, 512, 2, 4))
-    split = replace(default_layer(32), owners=True)
-    yield "split", split
-    yield "split, router by vectors", replace(split, router=base.router)
-    yield "split, down by vectors", replace(split, down=narrow.down, token_down=True)
-    yield "split, combine 512", replace(split, combine=512)
+    if tokens >= 4:
+        split = replace(default_layer(32), owners=True)
+        yield "split", split
+        yield "split, gate_up 32x128 w4 s6", replace(split, gate_up=Tile(16, 32, 128, 4, 6))
+        yield "split, router by vectors", replace(split, router=base.router)
+        yield "split, down by vectors", replace(split, down=narrow.down, token_down=True)
 
 
-def matrices(tokens: int) -> Iterator[tuple[str, Settings]]:
-    """List candidates for 8 tokens and more: blocks of gate and up, and of down, whose depth lies in them."""
+def many(tokens: int) -> Iterator[tuple[str, Settings]]:
+    """List candidates for 16 tokens and more: blocks of gate and up, then of down; then other paths."""
     base = replace(default_layer(32), owners=tokens * SHAPE.K < SHAPE.E)
-    wide = replace(base, gate_up=Tile(16, 128, 128, 8, 3))
-    yield "split", base
-    yield "gate_up 64x128 w4 s3", replace(base, gate_up=Tile(16, 64, 128, 4, 3))
-    # Of 2048 rows of down, blocks of 128 are 16 programs by themselves.
-    for part, start, rows, depth, stages, programs in (
-        ("", base, 64, 64, 6, 8), ("", base, 64, 64, 6, 16), ("", base, 64, 64, 8, 0),
-        ("", base, 128, 64, 6, 0), ("", base, 128, 64, 6, 8), ("", base, 128, 64, 8, 0),
-        ("gate_up 128x128 w8 s3, ", wide, 64, 128, 4, 0), ("gate_up 128x128 w8 s3, ", wide, 64, 128, 4, 16),
-        ("gate_up 128x128 w8 s3, ", wide, 128, 128, 4, 0), ("gate_up 128x128 w8 s3, ", wide, 128, 128, 4, 8),
+    for rows, warps, stages in ((64, 4, 3), (64, 4, 6), (64, 8, 4), (32, 4, 4), (32, 4, 6), (32, 4, 8), (128, 8, 3)):
+        yield f"gate_up {rows}x128 w{warps} s{stages}", replace(base, gate_up=Tile(16, rows, 128, warps, stages))
+    for rows, warps, stages, programs in (
+        (64, 4, 3, 0), (64, 4, 5, 8), (64, 4, 4, 16), (64, 4, 6, 4), (128, 4, 3, 0), (128, 8, 4, 0), (128, 8, 4, 4),
+        (128, 4, 4, 8),
     ):  # fmt: skip
-        name = f"{part}down {rows}x{depth} w4 s{stages} in {programs}"
-        yield name, replace(start, down=Tile(16, rows, depth, 4, stages), programs=programs)
-    if tokens < 128:
-        yield "combine 512", replace(base, combine=512)
-    else:
+        tile = Tile(16, rows, 128, warps, stages)
+        yield f"down {rows}x128 w{warps} s{stages} in {programs}", replace(base, down=tile, programs=programs)
+    yield "tiles of 32 tokens", replace(base, gate_up=Tile(32, 64, 128, 4, 4), down=Tile(32, 64, 128, 4, 4))
+    yield "owners turned", replace(base, owners=not base.owners)
+    yield "without dependent launch", replace(base, pdl=False)
+    yield "combine 2048", replace(base, combine=2048)
+    yield (
+        "grouped",
+        replace(base, path="grouped", pdl=False, gate_up=Tile(16, 64, 128, 4, 3), down=Tile(16, 64, 128, 4, 3)),
+    )
+    if tokens >= 128:
         yield "quantized", default_layer(2048)
 
 
-def list_candidates(tokens: int, *, normed: bool) -> Candidates:
-    """Name the rule's settings and the candidates of a token count, each once; ``normed``: behind a norm where it can.
-
-    Else the best-known matrices alone are behind a norm, and once more with the norm apart.
-    """
-    listed = [("rule", default_layer(tokens)), *(few() if tokens < 8 else matrices(tokens))]
-    named = {settings: name for name, settings in reversed(listed)}
-    found = {named[s]: Candidate(s, INSIDE if normed and can_norm(tokens, s) else "") for _, s in listed}
-    base = dict(listed)["split"]
-    norms = {f"split{norm}": Candidate(base, norm) for norm in (INSIDE, APART)}
-    return {"rule": found["rule"]} | norms | found
+def list_candidates(tokens: int) -> Candidates:
+    """Name the rule's settings and the candidates of a token count."""
+    return {"rule": default_layer(tokens)} | dict(few(tokens) if tokens <= 8 else many(tokens))
 
 
 def empty_layer() -> MoELayer:
@@ -119,38 +98,12 @@ def empty_layer() -> MoELayer:
     return router, *stacks
 
 
-def draw_rows(tokens: int, device: str) -> Unnormed:
-    """Draw a residual and a branch."""
-    x_TD, branch_TD = torch.randn(2, tokens, SHAPE.D, device=device, dtype=DTYPE)
-    return Unnormed(x_TD, branch_TD, torch.ones(SHAPE.D, device=device), 1e-6)
-
-
-def norm_rows(rows: Unnormed, *, pdl: bool) -> Tensor:
-    """Norm them in a launch that does nothing else."""
-    return add_rms_norm_rows(*rows[:3], eps=rows.eps, pdl=pdl)[0]
-
-
-def can_norm(tokens: int, settings: Settings) -> bool:
-    """Tell whether the norm in front is made in a launch that does more."""
-    return can_norm_layer(draw_rows(tokens, "meta").x_TD, *empty_layer()[1:], settings)
-
-
-def run_candidate(x_TD: Tensor, rows: Unnormed, layer: MoELayer, candidate: Candidate) -> Tensor:
-    """Run the layer of x, which is the norm of the rows, or of these."""
-    settings, norm = candidate
-    if norm == INSIDE:
-        router, gate_up, down = layer
-        return run_moe_layer_normed(rows, router, None, gate_up, down, SHAPE.config, settings)[2]
-    return run_layer(norm_rows(rows, pdl=settings.pdl) if norm == APART else x_TD, layer, settings)
-
-
-def compile_all(wanted: dict[tuple[int, Candidate], str]) -> set[tuple[int, Candidate]]:
+def compile_all(wanted: dict[tuple[int, Settings], str]) -> set[tuple[int, Settings]]:
     """Compile candidates in threads, and give those that compile."""
     layer, done = empty_layer(), set()
 
-    def compile_one(case: tuple[int, Candidate]) -> None:
-        rows = draw_rows(case[0], "meta")
-        run_candidate(rows.x_TD, rows, layer, case[1])
+    def compile_one(case: tuple[int, Settings]) -> None:
+        run_layer(torch.empty(case[0], SHAPE.D, dtype=DTYPE, device="meta"), layer, case[1])
 
     def compile_each() -> None:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -176,18 +129,17 @@ def name_kernels(graph: torch.cuda.CUDAGraph, layers: int) -> str:
 
 def measure(tokens: int, found: Candidates, layers: list[MoELayer], until: float) -> None:
     """Check and time the candidates of a token count, the rule's first and last."""
-    rows = draw_rows(tokens, "cuda")
-    x_TD = norm_rows(rows, pdl=False)
-    expected, torch_error = expect_layer(x_TD, layers[0], default_layer(tokens))
+    x_TD = torch.randn(tokens, SHAPE.D, device="cuda", dtype=DTYPE)
+    expected, torch_error = expect_layer(x_TD, layers[0], found["rule"])
     bytes_us = layer_bytes(layers, x_TD) / GBPS / 1e3
     print(f"T={tokens}: bytes {bytes_us:.1f} us; torch in bfloat16 errs by {torch_error:.1e}", flush=True)
     print(f"{'us':>8s} {'/bytes':>6s} {'error':>8s}  candidate")
     graphs: dict[str, tuple[float, torch.cuda.CUDAGraph]] = {}
-    for name, candidate in found.items():
+    for name, settings in found.items():
         if graphs and time.monotonic() > until:
             print(f"    left out: {name}")
             continue
-        run: Callable[[MoELayer], Tensor] = partial(run_candidate, x_TD, rows, candidate=candidate)
+        run: Callable[[MoELayer], torch.Tensor] = partial(run_layer, x_TD, settings=settings)
         first, again = run(layers[0]), run(layers[0])
         error = relative(first[: len(expected)], expected)
         if not (error <= WORST and torch.equal(first, again)):
@@ -206,20 +158,19 @@ def measure(tokens: int, found: Candidates, layers: list[MoELayer], until: float
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", default="8,16,32,64")
-    parser.add_argument("--normed", action="store_true", help="time all candidates behind a norm")
-    parser.add_argument("--seconds", type=float, default=55.0, help="in all")
+    parser.add_argument("--tokens", default="2,4,8,16,32,64,128,256,512")
+    parser.add_argument("--seconds", type=float, default=80.0, help="in all")
     arguments = parser.parse_args()
     begin = time.monotonic()
     counts = [int(n) for n in arguments.tokens.split(",")]
-    cases = {tokens: list_candidates(tokens, normed=arguments.normed) for tokens in counts}
-    wanted = {(tokens, candidate): name for tokens in counts for name, candidate in cases[tokens].items()}
+    cases = {tokens: list_candidates(tokens) for tokens in counts}
+    wanted = {(tokens, settings): name for tokens in counts for name, settings in cases[tokens].items()}
     compiled = compile_all(wanted)
     print(f"{len(compiled)} of {len(wanted)} candidates compiled after {time.monotonic() - begin:.0f} s", flush=True)
     layers = [draw_layer(SEED + i) for i in range(LAYERS)]
     for i, tokens in enumerate(counts):
         now, end = time.monotonic(), begin + arguments.seconds
-        found = {name: candidate for name, candidate in cases[tokens].items() if (tokens, candidate) in compiled}
+        found = {name: settings for name, settings in cases[tokens].items() if (tokens, settings) in compiled}
         measure(tokens, found, layers, now + (end - now) / (len(counts) - i))
     print(f"{time.monotonic() - begin:.0f} s")
 

@@ -27,17 +27,7 @@ from .plan import (
     default_choice,
     runs_up_to,
 )
-from .settings import (
-    TABLED,
-    TILED,
-    Settings,
-    Tile,
-    default_settings,
-    find_target,
-    match_down,
-    settings_from_ints,
-    settings_to_ints,
-)
+from .settings import TABLED, TILED, Settings, Tile, default_settings, find_target, settings_from_ints, settings_to_ints
 
 MOST = 24  # candidates of one operator at one token count
 MOST_NEAR = 3
@@ -184,7 +174,7 @@ def list_starts(key: Key, device: Device, tokens: int, /) -> list[Settings]:
         if settings.path in allowed:
             found.setdefault(settings.path, settings)
     if "split" in found:
-        found.setdefault("grouped", replace(found["split"], path="grouped", down=found["split"].gate_up, pdl=False))
+        found.setdefault("grouped", replace(found["split"], path="grouped", pdl=False))
     turned = [replace(s, owners=not s.owners) for s in found.values() if s.path in TABLED]
     launched = _turn_launches(found["slots"], device) if key.dtype == FP8 and tokens <= FUSED_TOKENS else []
     if launched and device.kind == "cuda":
@@ -207,8 +197,12 @@ def list_neighbours(settings: Settings, key: Key, device: Device, tokens: int, /
     gate_up = _order_tiles(settings, key, device, tokens, "gate_up")
     down = _order_tiles(settings, key, device, tokens, "down")
     families: list[list[Settings]] = [
-        [_with_tiles(settings, tile, settings.down) for tile in gate_up],
-        [s for a, b in zip(gate_up, down, strict=False) if (s := _with_tiles(settings, a, b)).down == b],
+        [_with_gate_up(settings, tile) for tile in gate_up],
+        [
+            replace(_with_gate_up(settings, first), down=second)
+            for first, second in zip(gate_up, down, strict=False)
+            if settings.path not in TILED or first.tokens == second.tokens
+        ],
         [replace(settings, down=tile) for tile in down],
         _list_flags(settings, key, device, tokens),
         [replace(settings, router=tile) for tile in list_router_tiles(settings.path, tokens, device)],
@@ -216,10 +210,10 @@ def list_neighbours(settings: Settings, key: Key, device: Device, tokens: int, /
     return [s for s in _take_turns(families) if s != settings]
 
 
-def _with_tiles(settings: Settings, gate_up: Tile, down: Tile) -> Settings:
-    return replace(
-        settings, gate_up=gate_up, down=match_down(settings.path, gate_up, down, token_down=settings.token_down)
-    )
+def _with_gate_up(settings: Settings, tile: Tile) -> Settings:
+    if settings.path not in TILED:
+        return replace(settings, gate_up=tile)
+    return replace(settings, gate_up=tile, down=replace(settings.down, tokens=tile.tokens))
 
 
 def _take_turns(families: Sequence[Sequence[T]]) -> list[T]:
@@ -235,8 +229,8 @@ def _order_tiles(settings: Settings, key: Key, device: Device, tokens: int, part
         # What a tile holds whole has no stages.
         once = min(FP8_STAGES[device.kind])
         tiles = [t for t in tiles if t.depth < every or (t.depth < 2 * every and t.stages == once)]
-    if part == "down":
-        tiles = [tile for tile in tiles if _with_tiles(settings, settings.gate_up, tile).down == tile]
+    if settings.path in TILED and part == "down":
+        tiles = [tile for tile in tiles if tile.tokens == settings.gate_up.tokens]
     blocks = {tile: expert_block(key, kind, part, tile, tokens) for tile in tiles}
     fitting = [tile for tile in tiles if fits(blocks[tile], device)]
     fitting.sort(key=lambda tile: estimate_s(blocks[tile], device))
@@ -328,8 +322,7 @@ def _list_flags(settings: Settings, key: Key, device: Device, tokens: int) -> li
     if settings.path in TABLED:
         stages = settings.gate_up.stages
         vectors = [Tile(1, rows, _deep(key), 4, stages) for rows in (8, 4)] if narrow else [Tile(1, 16, 128, 4, stages)]
-        matrices = [match_down(settings.path, settings.gate_up, settings.gate_up, token_down=False)]
-        for tile in matrices if settings.token_down else vectors:
+        for tile in [settings.gate_up] if settings.token_down else vectors:
             changed.append(replace(settings, token_down=not settings.token_down, down=tile))
         changed.append(replace(settings, owners=not settings.owners))
     if settings.router.tokens:

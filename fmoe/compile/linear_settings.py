@@ -29,9 +29,10 @@ class LinearSettings:
     warps: of a program.
     stages: of its loop; 1 loads a step when it is needed.
     splits: parts of D with programs of their own; a second launch adds them in order.
-    dot: all tokens together, padded to 16, by matrix instructions; else by vectors, where a program takes one token,
-        and of several tokens all but the first read the weights from the cache; two together where its depth holds a
-        row whole.
+    dot: 1, all tokens together, padded to 16, by matrix instructions; 2, the same of weights in FP8 blocks as they are,
+        x in bfloat16 being sums of two values of FP8, and of anything else as 1; 0, by vectors, where a program takes
+        one token, and of several tokens all but the first read the weights from the cache; two together where its
+        depth holds a row whole.
     pdl: programmatic dependent launch, on CUDA devices of capability 9.0 and later.
     ahead: with pdl, steps whose weights are fetched into the cache before x is waited for; 0 or a power of two.
     programs: with a depth from D on and one token or two, programs that share the blocks of rows and keep x; 0 is one
@@ -43,7 +44,7 @@ class LinearSettings:
     warps: int
     stages: int
     splits: int
-    dot: bool
+    dot: int
     pdl: bool
     ahead: int = 0
     programs: int = 0
@@ -59,6 +60,10 @@ class LinearSettings:
                 raise ValueError(f"{name}={value} must be at least 1")
         if self.programs < 0:
             raise ValueError(f"programs={self.programs} must be 0, or how many programs share the blocks of rows")
+        if self.dot not in (0, 1, 2):
+            raise ValueError(f"dot={self.dot} must be 0, 1, or 2 for products of FP8 weights as they are")
+        if self.dot == 2 and (self.depth < 32 or self.programs):
+            raise ValueError(f"depth={self.depth} must be at least 32 with dot=2, and programs={self.programs} 0")
         if self.dot and (self.rows < 16 or self.depth < 16):
             raise ValueError(f"rows={self.rows} and depth={self.depth} must be at least 16 with dot=True")
         if self.ahead and not (self.pdl and _is_power_of_two(self.ahead)):
@@ -80,7 +85,7 @@ def linear_from_ints(values: Sequence[int]) -> LinearSettings:
     if len(values) != expected:
         raise ValueError(f"{len(values)} integers came; settings are {expected}, as linear_to_ints writes them")
     rows, depth, warps, stages, splits, dot, pdl, ahead, programs = values
-    return LinearSettings(rows, depth, warps, stages, splits, bool(dot), bool(pdl), ahead, programs)
+    return LinearSettings(rows, depth, warps, stages, splits, dot, bool(pdl), ahead, programs)
 
 
 def default_linear_settings(
@@ -102,7 +107,7 @@ def default_linear_settings(
     if dtype.itemsize == 1 and tokens <= (VECTOR_TOKENS if target == "hopper" else 1) and target != "hip":
         return _by_vectors(tokens, outputs, hidden, pdl=target == "hopper")
     if dtype.itemsize == 1 and target == "hopper" and hidden % 128 == 0:
-        return _few_tokens(tokens, outputs, hidden)
+        return _few_tokens(tokens, outputs)
     if tokens <= 1 or tokens * outputs <= FEW_OUTPUTS:
         rows = next((rows for rows in (8, 4, 2) if tokens * outputs >= rows * PROGRAMS), 1)
         depth = min((2 * BLOCK if dtype.itemsize == 1 else BLOCK) // rows, _round_up(hidden))
@@ -130,21 +135,15 @@ def _by_vectors(tokens: int, outputs: int, hidden: int, *, pdl: bool) -> LinearS
     return LinearSettings(4, 2048, 8, 1, 1, dot=False, pdl=pdl)
 
 
-def _few_tokens(tokens: int, outputs: int, hidden: int) -> LinearSettings:
+def _few_tokens(tokens: int, outputs: int) -> LinearSettings:
     """Choose for 3 to 64 tokens on Hopper: the fastest for Qwen3-Next's projections on an H200."""
-    wide, depth = outputs >= 8 * PROGRAMS, max(128, _round_up(hidden))
-    if tokens <= 8 and wide and hidden <= 2048:
-        return LinearSettings(16, depth, 4, 3, 1, dot=True, pdl=True, ahead=2, programs=2 * PROCESSORS)
-    if tokens <= 8:
-        return LinearSettings(16, 1024, 4, 2, -(-hidden // 1024), dot=True, pdl=True, ahead=1, programs=PROCESSORS)
-    if wide and tokens > 32 and outputs >= MANY_OUTPUTS:
-        return LinearSettings(128, 128, 8, 4, 1, dot=True, pdl=True, ahead=2)
-    if wide and tokens > 32:
-        return LinearSettings(64, 128, 4, 4, 1, dot=True, pdl=True, ahead=4)
-    if wide:
-        return LinearSettings(64, 128, 4, 3, 2, dot=True, pdl=True, ahead=2)
-    splits = 8 if tokens <= 32 else 4
-    return LinearSettings(64, 128, 4, 5 if tokens <= 32 else 4, splits, dot=True, pdl=True, ahead=2)
+    if outputs >= MANY_OUTPUTS:
+        stages, splits = 4, 2 if tokens <= 16 else 1
+    elif outputs >= 8 * PROGRAMS:
+        stages, splits = 6 if tokens <= 32 else 4, 1
+    else:
+        stages, splits = 4, 4 if tokens <= 16 else 8
+    return LinearSettings(64, 128, 4, stages, splits, dot=2, pdl=True, ahead=2)
 
 
 def _round_up(size: int) -> int:

@@ -1,8 +1,8 @@
 """Residual, norm and what reads it in one op: a projection, or a whole MoE layer. They exist where Triton does.
 
 A few rows are normed inside the kernel that reads them, where its settings hold a row in one block; else the norm is a
-launch of its own, which also splits the rows into values of FP8 where the layer multiplies these. Which of the two is
-decided here, not where the op is called: a graph of any batch must not ask how large this one is.
+launch of its own, which may split them into values of FP8 as well. Which of the two is decided here, not where the op
+is called: a graph of any batch must not ask how large this one is.
 
 Letters: as in fmoe/functional/experts.py.
 """
@@ -38,9 +38,10 @@ from .plan import select_implementation
 from .settings import settings_from_ints
 
 if find_spec("triton"):
-    from .kernels.layer import can_norm_layer, run_moe_layer_normed
+    from .kernels.layer import run_moe_layer_normed
     from .kernels.linear import can_norm_linear, run_linear_normed
     from .kernels.normed import Unnormed
+    from .kernels.route import can_norm_logits
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
 LIBRARY.define(
@@ -69,11 +70,12 @@ def _linear_normed(
     shape = x.numel() // hidden, hidden
     name, values = select_implementation(plan, shape[0])
     settings = linear_from_ints(values) if name == "triton" else None
-    if settings is not None and can_norm_linear(*shape, settings):
-        rows = Unnormed(x.contiguous().view(shape), branch.contiguous().view(shape), norm.contiguous(), eps)
+    if settings is not None:
         weight = w.contiguous() if scale is None else Fp8(w, scale, rest)
-        total_TD, y_TN = run_linear_normed(rows, weight, settings, bias_N=bias)
-        return total_TD.view(x.shape), y_TN.view(*x.shape[:-1], y_TN.shape[1])
+        if can_norm_linear(x.reshape(shape), weight, settings):
+            rows = Unnormed(x.contiguous().view(shape), branch.contiguous().view(shape), norm.contiguous(), eps)
+            total_TD, y_TN = run_linear_normed(rows, weight, settings, bias_N=bias)
+            return total_TD.view(x.shape), y_TN.view(*x.shape[:-1], y_TN.shape[1])
     normed, total = add_rms_norm_any(x, branch, norm, eps=eps)
     return total, torch.ops.fmoe.linear(normed, w, bias, plan, scale, rest)
 
@@ -118,7 +120,7 @@ def _moe_normed(
             dtype = str(weight_dtype(down)).removeprefix("torch.")
             name, values = rule_for_moe(moe_sizes(w_router, down, config), dtype, tokens)
         settings = settings_from_ints(values) if name == "triton" else None
-        if settings is not None and can_norm_layer(x, gate_up, down, settings):
+        if settings is not None and can_norm_logits(*x.shape, settings):
             rows = Unnormed(x.contiguous(), branch.contiguous(), norm.contiguous(), eps)
             return run_moe_layer_normed(rows, w_router.contiguous(), bias, gate_up, down, config, settings)
     normed, total = add_rms_norm_any(x, branch, norm, eps=eps)

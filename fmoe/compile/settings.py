@@ -12,9 +12,8 @@ import torch
 # How the experts run. SLOTS: one matrix-vector product for each (token, expert) pair. GROUPED: each expert's rows
 # together, its weights read once. SORTED: rows sorted by expert, tiles of a grouped product. QUANTIZED: as sorted, x
 # and h in FP8, too; rows that are not in bfloat16, and weights that are not in whole FP8 blocks, run as sorted.
-# SPLIT: as grouped, each row of x and h the sum of two in FP8, so that no weight is converted; a row of h has a power
-# of two for each block of gate_up's rows, in which a step of down lies. Rows that are not in bfloat16, and weights that
-# are not in whole FP8 blocks, run as grouped.
+# SPLIT: as grouped, each row of x and h the sum of two in FP8, so that no weight is converted; rows that are not in
+# bfloat16, and weights that are not in whole FP8 blocks, run as grouped.
 Path = Literal["slots", "grouped", "sorted", "quantized", "split"]
 PATHS: tuple[Path, ...] = ("slots", "grouped", "sorted", "quantized", "split")
 TILED = ("sorted", "quantized")  # of any number of tokens
@@ -57,28 +56,6 @@ class Tile:
     stages: int
 
 
-def why_not_tiles(path: Path, gate_up: Tile, down: Tile, /, *, token_down: bool) -> str:
-    """Say why the blocks of gate_up and of down do not go together on a path, or nothing."""
-    if path in TILED and gate_up.tokens != down.tokens:
-        return (
-            f"gate_up.tokens={gate_up.tokens} must equal down.tokens={down.tokens} on the {path} path: both products "
-            "share one list of tiles"
-        )
-    if path == "split" and not token_down and gate_up.rows % down.depth:
-        return (
-            f"down.depth={down.depth} must divide gate_up.rows={gate_up.rows} on the split path: gate_up leaves a "
-            "power of two for each of its blocks of columns, and a step of down lies in one"
-        )
-    return ""
-
-
-def match_down(path: Path, gate_up: Tile, down: Tile, /, *, token_down: bool) -> Tile:
-    """Give down's block, changed where ``why_not_tiles`` has something against it."""
-    if not why_not_tiles(path, gate_up, down, token_down=token_down):
-        return down
-    return replace(down, tokens=gate_up.tokens) if path in TILED else replace(down, depth=gate_up.rows)
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that the launch functions leave open.
@@ -114,8 +91,11 @@ class Settings:
     def __post_init__(self) -> None:
         if self.path not in PATHS:
             raise ValueError(f"path={self.path!r} must be one of {', '.join(PATHS)}")
-        if reason := why_not_tiles(self.path, self.gate_up, self.down, token_down=self.token_down):
-            raise ValueError(reason)
+        if self.path in TILED and self.gate_up.tokens != self.down.tokens:
+            raise ValueError(
+                f"gate_up.tokens={self.gate_up.tokens} must equal down.tokens={self.down.tokens} on the {self.path} "
+                "path: both products share one list of tiles"
+            )
 
 
 def settings_to_ints(settings: Settings) -> list[int]:
@@ -185,7 +165,7 @@ def default_settings(
             return _quantized(tokens * top_k / experts)
         like = default_settings(tokens, experts, top_k, slots, hidden, width, torch.bfloat16, target=target)
         like = _narrow(like, width, target)
-        if like.path == "slots" and tokens <= 2:
+        if like.path == "slots":
             return _at_once(like, tokens, hidden, width, columns=width * (top_k + slots), target=target)
         if like.path == "grouped" and whole and target == "hopper":
             return _split(like)
@@ -276,18 +256,16 @@ def _narrow(settings: Settings, width: int, target: Target) -> Settings:
 
 def _split(settings: Settings) -> Settings:
     """Take the blocks of weights that are not converted."""
-    tokens = settings.gate_up.tokens
-    gate_up, down = Tile(tokens, 64, 128, 4, 4), Tile(tokens, 64, 64, 4, 6)
-    return replace(settings, path="split", gate_up=gate_up, down=down, token_down=False, pdl=True)
+    gate_up, down = (Tile(settings.gate_up.tokens, 64, 128, 4, stages) for stages in (4, 5))
+    return replace(settings, path="split", gate_up=gate_up, down=down, token_down=False, programs=8, pdl=True)
 
 
 def _at_once(settings: Settings, tokens: int, hidden: int, width: int, *, columns: int, target: Target) -> Settings:
-    """Take rows of weights in FP8 blocks whole: the fastest in chains of layers of Qwen3-Next on an H200."""
+    """Take rows of weights in FP8 blocks whole, where chains of layers of Qwen3-Next ran fastest so on an H200."""
     if target == "hopper" and hidden <= 2048:
         whole = max(128, _round_up(hidden))
-        settings = replace(settings, router=Tile(0, 2, whole, 2, 1))
-        if tokens == 1:
-            settings = replace(settings, gate_up=Tile(1, 2, whole, 4, 1))
+        gate_up = Tile(1, 2, whole, 4, 1) if tokens == 1 else Tile(1, 8, 256 if tokens == 2 else 512, 2, 3)
+        settings = replace(settings, router=Tile(0, 2, whole, 2, 1), gate_up=gate_up)
     if width % 128 == 0 and columns <= 8192:
         settings = replace(settings, down=Tile(1, 4 if target == "hopper" else 2, _round_up(columns), 4, 1))
     return settings

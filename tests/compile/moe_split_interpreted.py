@@ -12,18 +12,11 @@ import triton.language as tl
 from triton.language.core import constexpr  # noqa: F401  (fails here, with a plain message, without Triton)
 from triton.runtime import interpreter
 
-from fmoe.compile.kernels import Settings, Tile, run_moe_layer
-from fmoe.compile.kernels.add_norm import add_rms_norm_rows, add_rms_norm_split
-from fmoe.compile.kernels.layer import can_norm_layer, run_moe_layer_normed
+from fmoe.compile.kernels import Settings, Tile
 from fmoe.compile.kernels.moe_decode import compute_experts_split
-from fmoe.compile.kernels.moe_split import compute_gate_up_split, split_into_pairs
-from fmoe.compile.kernels.normed import Unnormed
 from fmoe.compile.kernels.route import tabulate
-from fmoe.compile.normed_ops import compute_moe_normed_op
-from fmoe.compile.ops import encode_plans
-from fmoe.compile.plan import Key, Plan, Row
-from fmoe.compile.settings import settings_to_ints
-from fmoe.functional import MoEParams, RouterConfig, Routing
+from fmoe.compile.kernels.split_rows import split_into_pairs
+from fmoe.functional import Routing
 from fmoe.functional.quant import FP8, Fp8, dequantize
 
 # Triton's interpreter asks numpy for scalars of arrays; NaN and infinities are meant.
@@ -34,14 +27,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
 ]
 TILE = Tile(16, 64, 128, 4, 2)
-# The router is read by vectors: the interpreter takes bfloat16 in products of matrices for integers.
-SPLIT = Settings("split", Tile(0, 4, 128, 4, 2), TILE, replace(TILE, depth=64), combine=64)
+SPLIT = Settings("split", TILE, TILE, TILE, combine=64)
 FORMS = {
     "an expert's rows": SPLIT,
-    "owners": replace(SPLIT, owners=True, gate_up=replace(TILE, rows=32), down=replace(TILE, depth=32)),
-    "blocks in one program": replace(SPLIT, down=Tile(16, 32, 64, 4, 2), programs=3),
-    "small depth": replace(SPLIT, gate_up=replace(TILE, depth=32), down=replace(TILE, depth=32)),
-    "wide blocks": replace(SPLIT, owners=True, gate_up=replace(TILE, rows=128), down=TILE),
+    "owners": replace(SPLIT, owners=True, gate_up=replace(TILE, rows=32)),
+    "blocks in one program": replace(SPLIT, down=replace(TILE, rows=32), programs=3),
+    "small depth": replace(SPLIT, gate_up=replace(TILE, depth=32), down=replace(TILE, depth=64)),
     "a token's experts": replace(SPLIT, token_down=True, down=Tile(1, 16, 128, 4, 2)),
 }
 
@@ -112,9 +103,9 @@ def test_two_values_carry_the_digits_of_a_row(hidden, rng):
     x = torch.randn(9, hidden, generator=rng) * 10.0 ** torch.arange(-30, 33, 7)[:, None]
     x[3] = 0
 
-    high, low, power = split_into_pairs(x.bfloat16(), SPLIT)
+    (high, low), power = split_into_pairs(x.bfloat16(), pdl=False)
 
-    back = (high.double() + low.double()) * power
+    back = (high.double() + low.double()) * power[:, None]
     exact, top = x.bfloat16().double(), x.bfloat16().abs().amax(1, keepdim=True).double()
     # bfloat16 rounds by 2^-9 of a value; the pair by 2^-8 of it, or by 2^-18 of the row's largest.
     assert ((back - exact).abs() <= (2.0**-8 * exact.abs()).maximum(2.0**-17 * top)).all()
@@ -122,12 +113,10 @@ def test_two_values_carry_the_digits_of_a_row(hidden, rng):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("tokens", "experts", "hidden", "width"), [(1, 4, 256, 128), (5, 7, 96, 160), (19, 3, 256, 128)]
-)
-def test_experts_equal_the_sums_in_float64(tokens, experts, hidden, width, form, rng):
-    stacks = draw_stacks(experts + 1, hidden, width, rng)
-    x = torch.randn(tokens, hidden, generator=rng) * 10.0 ** torch.randint(-2, 3, (tokens, 1), generator=rng)
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 4), (5, 7), (19, 3)])
+def test_experts_equal_the_sums_in_float64(tokens, experts, form, rng):
+    stacks = draw_stacks(experts + 1, 256, 128, rng)
+    x = torch.randn(tokens, 256, generator=rng) * 10.0 ** torch.randint(-2, 3, (tokens, 1), generator=rng)
     routing = draw_routing(tokens, experts, 2, rng)
 
     y, again = (run(x, routing, stacks, FORMS[form]) for _ in range(2))
@@ -137,38 +126,13 @@ def test_experts_equal_the_sums_in_float64(tokens, experts, hidden, width, form,
     assert errors.max() < 3e-3 and torch.equal(y, again)
 
 
-@pytest.mark.parametrize("width", [128, 96])
-@pytest.mark.parametrize("rows", [32, 64])
-def test_what_stands_between_the_products_is_split_as_it_is_and_not_rounded_first(rows, width, rng):
-    stacks, routing = draw_stacks(4, 128, width, rng), draw_routing(5, 3, 2, rng)
-    x = torch.randn(5, 128, generator=rng)
-    settings = replace(SPLIT, gate_up=replace(TILE, rows=rows), down=replace(TILE, depth=rows))
-    table = tabulate(routing.experts_TK, settings, num_experts=3, slots=1)
-
-    def compute(settings):
-        split = split_into_pairs(x, settings)
-        return compute_gate_up_split(split, routing, table, stacks[0], settings, dtype=torch.float32, early=True)
-
-    high, low, power = compute(settings)
-    plain = compute(replace(settings, token_down=True)).double()
-
-    assert power.shape == (15, -(-width // rows))
-    back = (high.double() + low.double()) * power.repeat_interleave(rows, 1)[:, :width]
-    rounding = (plain.bfloat16().double() - plain).norm()
-    assert (back - plain).norm() < 0.6 * rounding
-    # A block's largest value is 128 to 256 times its power: no digit is given away.
-    tops = torch.stack([part.double().abs().amax(1) for part in high.split(rows, 1)], 1)
-    assert (tops >= 112).all() and (tops <= 256).all()
-
-
-@pytest.mark.parametrize("form", ["an expert's rows", "owners", "a token's experts"])
-def test_rows_beside_one_that_is_no_number_are_as_without_it(form, rng):
+def test_rows_beside_one_that_is_no_number_are_as_without_it(rng):
     stacks, routing = draw_stacks(4, 128, 128, rng), draw_routing(4, 3, 2, rng)
     x = torch.randn(4, 128, generator=rng)
-    clean = run(x, routing, stacks, FORMS[form])
+    clean = run(x, routing, stacks, SPLIT)
     x[1, 5], x[2, 7] = torch.nan, torch.inf
 
-    y = run(x, routing, stacks, FORMS[form])
+    y = run(x, routing, stacks, SPLIT)
 
     assert torch.equal(y[[0, 3]], clean[[0, 3]])
     assert y[1].isnan().all() and not y[2].isfinite().all()
@@ -177,64 +141,3 @@ def test_rows_beside_one_that_is_no_number_are_as_without_it(form, rng):
 def test_rows_of_zeros_give_zeros(rng):
     stacks, routing = draw_stacks(4, 128, 128, rng), draw_routing(2, 3, 2, rng)
     assert not run(torch.zeros(2, 128), routing, stacks, SPLIT).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("hidden", [96, 256])
-def test_a_norm_splits_its_rows_as_a_launch_of_its_own_does(hidden, dtype, rng):
-    x, branch = (torch.randn(7, hidden, generator=rng).to(dtype) for _ in range(2))
-    x[3], branch[3] = 0, 0
-    x[4, 5], x[5, 7] = torch.nan, torch.inf
-    weight = torch.randn(hidden, generator=rng)
-
-    normed, total, split = add_rms_norm_split(x, branch, weight, eps=1e-6)
-
-    for found, expected in zip((normed, total), add_rms_norm_rows(x, branch, weight, eps=1e-6), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    expected = split_into_pairs(normed, SPLIT)
-    assert split.power_NB.isnan().flatten().tolist() == [False] * 4 + [True] * 2 + [False]
-    for found, alone in zip(split, expected, strict=True):
-        assert torch.equal(found[[0, 1, 2, 3, 6]].view(torch.uint8), alone[[0, 1, 2, 3, 6]].view(torch.uint8))
-
-
-CONFIG = RouterConfig(5, 2, renormalize=True)
-
-
-def draw_layer(tokens, rng):
-    """Draw rows to be normed, and the router and experts of a layer in bfloat16 and FP8."""
-    x, branch = (torch.randn(tokens, 256, generator=rng).bfloat16() for _ in range(2))
-    router = (torch.randn(6, 256, generator=rng) / 16).bfloat16()
-    return Unnormed(x, branch, torch.randn(256, generator=rng), 1e-6), router, *draw_stacks(6, 256, 128, rng)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_layer_of_rows_that_the_norm_splits(form, rng):
-    (x, router, *stacks), settings = draw_layer(6, rng), FORMS[form]
-    assert can_norm_layer(x.x_TD, *stacks, settings)
-
-    total, normed, y = run_moe_layer_normed(x, router, None, *stacks, CONFIG, settings)
-
-    expected_normed, expected_total = add_rms_norm_rows(*x[:3], eps=x.eps)
-    assert torch.equal(total, expected_total) and torch.equal(normed, expected_normed)
-    assert torch.equal(y, run_moe_layer(normed, router, None, *stacks, CONFIG, settings))
-
-
-@pytest.mark.parametrize("router_rows", [False, True], ids=["split by the norm", "normed by the router"])
-def test_the_op_takes_either_norm(router_rows, rng, monkeypatch):
-    x, router, *stacks = draw_layer(3, rng)
-    settings = replace(SPLIT, router=Tile(0, 4, 256, 4, 2)) if router_rows else SPLIT
-    key = Key("moe", (5, 2, 1, 1, 256, 128), "float8_e4m3fn")
-    plans = encode_plans([Plan(key, (Row(-1, "triton", tuple(settings_to_ints(settings)), ""),))], "moe")
-    split = []
-    monkeypatch.setattr(
-        "fmoe.compile.kernels.layer.add_rms_norm_split",
-        lambda *args, **options: split.append(args) or add_rms_norm_split(*args, **options),
-    )
-
-    total, normed, y = compute_moe_normed_op(
-        *x[:3], MoEParams(router, *stacks, None, None), CONFIG, eps=x.eps, plans=plans
-    )
-
-    assert len(split) == (not router_rows)
-    assert torch.equal(total, add_rms_norm_rows(*x[:3], eps=x.eps)[1])
-    assert torch.equal(y, run_moe_layer(normed, router, None, *stacks, CONFIG, settings))

@@ -1,7 +1,5 @@
 """What the tuner tries: the default first, never more than its number, and only what a device can hold."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -166,22 +164,6 @@ def test_candidates_of_layers_in_fp8_blocks(shape: str, tokens: int, device: Dev
             assert tile.rows <= 128
             assert vectors or tile.depth <= 128
     assert paths >= ({"slots"} if tokens < 16 else {"grouped"} if tokens < 512 else {"sorted"})
-
-
-@pytest.mark.parametrize("tokens", [8, 64])
-def test_steps_of_down_lie_in_the_blocks_of_gate_up(tokens: int) -> None:
-    key = NARROW["qwen3next"]
-    start = next(s for s in list_starts(key, H200, tokens) if s.path == "split")
-    by_token = replace(start, down=Tile(1, 8, 512, 4, 4), token_down=True)
-    for base in (start, by_token, replace(start, gate_up=replace(start.gate_up, rows=128))):
-        found = list_neighbours(base, key, H200, tokens)
-        matrices = [s for s in found if not s.token_down]
-        assert all(s.gate_up.rows % s.down.depth == 0 for s in matrices)
-        assert {s.token_down for s in found} == {False, True}
-        assert len({s.gate_up for s in found}) > 5 and len({s.down for s in found}) > 5
-    # blocks of 32 rows of gate-up take down's depth with them
-    narrow = [s for s in list_neighbours(start, key, H200, tokens) if s.gate_up.rows == 32 and not s.token_down]
-    assert narrow and {s.down.depth for s in narrow} == {32}
 
 
 def test_one_token_in_fp8_blocks_is_tried_in_all_launches() -> None:

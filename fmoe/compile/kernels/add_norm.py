@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch_options, start_next, wait_alone
-from .moe_split import SplitRows, empty_split, store_pairs
 from .normed import sum_squares, weigh_normed
+from .split_rows import SplitRows, empty_pairs, store_pairs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_CHANNELS = 16384  # of a row, that one program holds
@@ -16,7 +16,7 @@ MAX_CHANNELS = 16384  # of a row, that one program holds
 
 @triton.jit
 def norm_row(
-    x, branch, weight, y, total, high, low, power, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr,
+    x, branch, weight, y, total, pairs, power, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row; grid (T,). Each step is rounded where the reference rounds.
@@ -38,8 +38,8 @@ def norm_row(
     scale = tl.rsqrt(sum_squares(v, x.dtype.element_ty == tl.float32) / D + EPS)
     normed = weigh_normed(v, scale, w, y)
     tl.store(y + t * D + o_d, normed, mask=inside)
-    if high is not None:
-        store_pairs(normed.to(tl.float32), high, low, power, t, o_d, D)
+    if pairs is not None:
+        store_pairs(normed.to(tl.float32), pairs, power, t, tl.num_programs(0), o_d, D)
 
 
 def check_rows(x_D: Tensor, weight_D: Tensor, /) -> None:
@@ -78,7 +78,7 @@ def _launch(
     block = triton.next_power_of_2(size)
     norm_row[(x_D.numel() // size,)](
         x_D.contiguous(), branch_D if branch_D is None else branch_D.contiguous(), weight_D.contiguous(), y_D,
-        None if branch_D is None else total_D, *(split or (None, None, None)), D=size, BD=block, EPS=eps,
+        None if branch_D is None else total_D, *(split or (None, None)), D=size, BD=block, EPS=eps,
         ADD=branch_D is not None, PDL=pdl, num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
     )  # fmt: skip
     return y_D, total_D
@@ -117,7 +117,7 @@ def add_rms_norm_split(
     """
     check_rows(x_TD, weight_D)
     check_branch(x_TD, branch_TD)
-    split = empty_split(*x_TD.shape, blocks=1, device=x_TD.device)
+    split = empty_pairs(x_TD)
     return *_launch(x_TD, branch_TD, weight_D, eps, pdl, split), split
 
 

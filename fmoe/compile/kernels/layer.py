@@ -12,19 +12,11 @@ from fmoe.functional.quant import Fp8, Weight, weight_shape
 from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import TABLED, TILED, Settings
-from .add_norm import MAX_CHANNELS, add_rms_norm_split
 from .fp8 import check_blocks, check_fp8, read_fp8, take_outer
-from .moe_decode import (
-    compute_experts_slots,
-    compute_experts_tabled,
-    route_and_gate_up,
-    sum_token_experts,
-    takes_split,
-)
+from .moe_decode import compute_experts_slots, compute_experts_tabled, route_and_gate_up, sum_token_experts
 from .moe_prefill_fp8 import compute_experts_tiled
-from .moe_split import SplitRows
 from .normed import Unnormed, check_unnormed
-from .route import NORMED_TOKENS, can_norm_logits, compute_logits_normed, route_tokens, tabulate
+from .route import NORMED_TOKENS, compute_logits_normed, route_tokens, tabulate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_GRID = 65535  # programs along the second axis of a grid
@@ -137,7 +129,6 @@ def run_moe_layer(
     /,
     *,
     computed: tuple[Tensor, ...] | None = None,
-    split: SplitRows | None = None,
 ) -> Tensor:
     """Route each token and sum its experts' outputs, shared slots included; ``moe_layer`` with fused shared experts.
 
@@ -150,7 +141,6 @@ def run_moe_layer(
         config: the routing rule.
         settings: path and blocks.
         computed: what ``compute_logits`` gave, where it ran already.
-        split: x as ``split_into_pairs`` gives it, where it is there already; read where ``takes_split``.
 
     Returns:
         A tensor like x.
@@ -170,15 +160,8 @@ def run_moe_layer(
     if settings.path == "slots":
         return compute_experts_slots(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings, early=True)
     if settings.path in TABLED:
-        return compute_experts_tabled(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings, split=split)
+        return compute_experts_tabled(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
     return compute_experts_tiled(x_TD, routing, w_gate_up_EPD, w_down_EDF, settings)
-
-
-def can_norm_layer(x_TD: Tensor, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /) -> bool:
-    """Tell whether ``run_moe_layer_normed`` saves a launch: the norm goes into the logits', or it splits its rows."""
-    tokens, hidden = x_TD.shape
-    splits = hidden <= MAX_CHANNELS and takes_split(x_TD, w_gate_up_EPD, w_down_EDF, settings)
-    return can_norm_logits(tokens, hidden, settings) or (tokens > 0 and splits)
 
 
 def run_moe_layer_normed(
@@ -191,7 +174,7 @@ def run_moe_layer_normed(
     settings: Settings,
     /,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``run_moe_layer`` of rows that are yet to be normed, where ``can_norm_layer``.
+    """Run ``run_moe_layer`` of rows that are yet to be normed, where ``can_norm_logits``.
 
     Args:
         x: what they are the norm of.
@@ -200,15 +183,12 @@ def run_moe_layer_normed(
     Returns:
         (x + branch, its norm, what ``run_moe_layer`` gives).
     """
-    (tokens, hidden), weights = x.x_TD.shape, (w_router_RD, bias_E, w_gate_up_EPD, w_down_EDF)
-    if not can_norm_logits(tokens, hidden, settings):
-        normed_TD, total_TD, split = add_rms_norm_split(*x[:3], eps=x.eps, pdl=settings.pdl)
-        return total_TD, normed_TD, run_moe_layer(normed_TD, *weights, config, settings, split=split)
     check_unnormed(x, most=NORMED_TOKENS)
     check_stacks(x.x_TD, w_gate_up_EPD, w_down_EDF)
     experts = config.num_experts
     check_router(x.x_TD, w_router_RD, bias_E, config, weight_shape(w_down_EDF)[0] - experts)
     total_TD, normed_TD, computed = compute_logits_normed(x, w_router_RD, settings, num_experts=experts)
+    weights = (w_router_RD, bias_E, w_gate_up_EPD, w_down_EDF)
     return total_TD, normed_TD, run_moe_layer(normed_TD, *weights, config, settings, computed=computed)
 
 

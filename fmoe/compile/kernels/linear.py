@@ -23,14 +23,15 @@ from ..linear_settings import LinearSettings as LinearSettings
 from ..linear_settings import default_linear_settings as default_linear_settings
 from ..linear_settings import linear_from_ints as linear_from_ints
 from ..linear_settings import linear_to_ints as linear_to_ints
+from .add_norm import MAX_CHANNELS, add_rms_norm_split
 from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_factors, split_weight
 from .launch import LINE, fetch_ahead, launch_options, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
-from .linear_few import can_keep, run_few
 from .linear_steps import linear_dot, load_weights
 from .linear_stream import run_stream, store_block
 from .normed import Unnormed, check_unnormed, wait_for_rows
 from .products import FEW_TOKENS, PART, add_bias, load_rows
+from .split_rows import SplitRows, split_into_pairs
 
 SUM_BLOCK = 256
 
@@ -193,14 +194,29 @@ def can_stream(x_TD: Tensor, w_ND: Weight, /) -> bool:
     return not isinstance(w_ND, Fp8) or can_pack(x_TD, w_ND)
 
 
-def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_N: Tensor | None = None) -> Tensor:
+def takes_split(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /) -> bool:
+    """Tell whether ``run_linear`` multiplies weights in FP8 as they are, with rows split into pairs."""
+    return settings.dot == 2 and can_pack(x_TD, w_ND)
+
+
+def run_linear(
+    x_TD: Tensor,
+    w_ND: Weight,
+    settings: LinearSettings,
+    /,
+    *,
+    bias_N: Tensor | None = None,
+    split: SplitRows | None = None,
+) -> Tensor:
     """Compute ``x w^T + bias`` with float32 sums, rounded once; equal on every run.
 
     Args:
         x_TD: rows, 0 <= T <= 16, of weights in FP8 blocks 64.
-        w_ND: weights, contiguous; in FP8 blocks they are converted where they are multiplied.
+        w_ND: weights, contiguous; in FP8 blocks they are converted where they are multiplied, but not where
+            ``takes_split``.
         settings: blocks.
         bias_N: of the dtype of x, or None.
+        split: x, where it is split already; read where ``takes_split``, which else splits it in a launch of its own.
 
     Returns:
         [T, N], of the dtype of x.
@@ -216,18 +232,16 @@ def run_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /, *, bias_
         if tokens <= FEW_TOKENS and _holds_rows(hidden, settings) and can_stream(x_TD, w_ND):
             run_stream(x_TD, w_ND, bias_N, y_TN, settings)
             return y_TN
-        if not can_keep(x_TD, w_ND, settings):
-            settings = leave_programs(settings)
+        settings = leave_programs(settings)
     # No part is empty: a depth that does not divide D can leave fewer parts than asked for.
-    split = triton.cdiv(triton.cdiv(hidden, settings.splits), settings.depth) * settings.depth
-    if settings.programs:
-        split = max(BLOCK, triton.next_power_of_2(split))
-    splits = triton.cdiv(hidden, split)
+    depth = triton.cdiv(triton.cdiv(hidden, settings.splits), settings.depth) * settings.depth
+    splits = triton.cdiv(hidden, depth)
+    pairs = (split or split_into_pairs(x_TD, pdl=settings.pdl)) if takes_split(x_TD, w_ND, settings) else None
     if splits == 1:
-        _launch_any(x_TD, w_ND, bias_N, y_TN, split, settings)
+        _launch(x_TD, w_ND, bias_N, y_TN, depth, settings, pairs=pairs)
         return y_TN
     parts = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x_TD.device)
-    _launch_any(x_TD, w_ND, None, parts, split, settings)
+    _launch(x_TD, w_ND, None, parts, depth, settings, pairs=pairs)
     sum_parts[(triton.cdiv(outputs, SUM_BLOCK), tokens)](
         parts, bias_N, y_TN, tokens, N=outputs, SPLITS=splits, HAS_BIAS=bias_N is not None, BN=SUM_BLOCK,
         PDL=settings.pdl, num_warps=4, **launch_options(settings.pdl),
@@ -246,15 +260,21 @@ def _holds_rows(hidden: int, settings: LinearSettings) -> bool:
     return not settings.dot and settings.splits == 1 and settings.depth >= max(hidden, BLOCK)
 
 
-def can_norm_linear(tokens: int, hidden: int, settings: LinearSettings, /) -> bool:
-    """Tell whether ``run_linear_normed`` takes rows of these sizes: a few, where a block holds one whole."""
-    return 0 < tokens <= FEW_TOKENS and _holds_rows(hidden, settings)
+def can_norm_linear(x_TD: Tensor, w_ND: Weight, settings: LinearSettings, /) -> bool:
+    """Tell whether ``run_linear_normed`` saves a launch: a few rows that a block holds whole, or rows to be split."""
+    tokens, hidden = x_TD.shape
+    splits = takes_split(x_TD, w_ND, settings) and tokens <= FP8_TOKENS and hidden <= MAX_CHANNELS
+    return tokens > 0 and (_norms_inside(x_TD, settings) or splits)
+
+
+def _norms_inside(x_TD: Tensor, settings: LinearSettings) -> bool:
+    return x_TD.shape[0] <= FEW_TOKENS and _holds_rows(x_TD.shape[1], settings)
 
 
 def run_linear_normed(
     x: Unnormed, w_ND: Weight, settings: LinearSettings, /, *, bias_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``run_linear`` of rows that are yet to be normed, in one launch, where ``can_norm_linear``.
+    """Compute ``run_linear`` of rows that are yet to be normed, where ``can_norm_linear``.
 
     Args:
         x: of the dtype of the bias.
@@ -263,6 +283,9 @@ def run_linear_normed(
     Returns:
         (x + branch, what ``run_linear`` gives).
     """
+    if not _norms_inside(x.x_TD, settings):
+        normed_TD, total_TD, split = add_rms_norm_split(*x[:3], eps=x.eps, pdl=settings.pdl)
+        return total_TD, run_linear(normed_TD, w_ND, settings, bias_N=bias_N, split=split)
     check_unnormed(x, most=FEW_TOKENS)
     check_projection(x.x_TD, w_ND, bias_N)
     check_blocks(w_ND, settings.rows, 0, name="linear")
@@ -276,35 +299,27 @@ def run_linear_normed(
     return total_TD, y_TN
 
 
-def _launch_any(
-    x_TD: Tensor, w_ND: Weight, bias_N: Tensor | None, y: Tensor, split: int, settings: LinearSettings
-) -> None:
-    if settings.programs and isinstance(w_ND, Fp8):
-        run_few(x_TD, w_ND, bias_N, y, split, settings)
-    else:
-        _launch(x_TD, w_ND, bias_N, y, split, settings)
-
-
 def _launch(
     x: Tensor | Unnormed,
     w_ND: Weight,
     bias_N: Tensor | None,
     y: Tensor,
-    split: int,
+    depth: int,
     settings: LinearSettings,
     total_TD: Tensor | None = None,
+    pairs: SplitRows | None = None,
 ) -> None:
     x_TD, branch_TD, norm_D, eps = x if isinstance(x, Unnormed) else (x, None, None, 0.0)
     (tokens, hidden), (w, s) = x_TD.shape, split_weight(w_ND)
     rest_MD = w_ND.rest_MD if isinstance(w_ND, Fp8) else None
     rest = 0 if rest_MD is None else rest_MD.shape[0]
     blocks = triton.cdiv(w.shape[0], settings.rows) + triton.cdiv(rest, settings.rows)
-    splits = triton.cdiv(hidden, split)
+    splits = triton.cdiv(hidden, depth)
     constants = {
         "N": w.shape[0],
         "M": rest,
         "D": hidden,
-        "SPLIT": split,
+        "SPLIT": depth,
         "HAS_BIAS": bias_N is not None,
         "BN": settings.rows,
         "BK": settings.depth,
@@ -316,8 +331,10 @@ def _launch(
     tensors = (w, s, rest_MD, bias_N, y)
     options = {"num_warps": settings.warps} | launch_options(settings.pdl)
     if settings.dot:
-        block = max(MAX_TOKENS, triton.next_power_of_2(tokens))
-        linear_dot[(blocks, splits)](x_TD, *tensors, tokens, **constants, BM=block, **options)
+        # Of pairs, twice as many are columns of the product.
+        block = max(MAX_TOKENS if pairs is None else MAX_TOKENS // 2, triton.next_power_of_2(tokens))
+        operands = (x_TD, *(pairs or (None, None)), *tensors)
+        linear_dot[(blocks, splits)](*operands, tokens, **constants, BM=block, **options)
     else:
         few = tokens if tokens <= FEW_TOKENS and _holds_rows(hidden, settings) else 1
         linear_product[(blocks * tokens // few, splits)](

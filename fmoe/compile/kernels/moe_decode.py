@@ -16,7 +16,7 @@ from fmoe.functional.routing import RouterConfig, Routing
 from ..settings import Settings
 from .fp8 import can_quantize, split_weight
 from .launch import launch_options, start_next, wait_alone, wait_for_previous
-from .moe_split import SplitRows, compute_down_split, compute_gate_up_split, find_rows, split_into_pairs
+from .moe_split import compute_down_split, compute_gate_up_split, find_rows
 from .products import (
     down_part,
     down_products,
@@ -289,36 +289,16 @@ def route_and_gate_up(
     return routing, h_NF
 
 
-def takes_split(x_TD: Tensor, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /) -> bool:
-    """Tell whether ``compute_experts_tabled`` multiplies weights in FP8 as they are."""
-    return settings.path == "split" and can_quantize(x_TD, w_gate_up_EPD, w_down_EDF)
-
-
 def compute_experts_tabled(
-    x_TD: Tensor,
-    routing: Routing,
-    table: Table,
-    w_gate_up_EPD: Weight,
-    w_down_EDF: Weight,
-    settings: Settings,
-    /,
-    *,
-    split: SplitRows | None = None,
+    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Weight, w_down_EDF: Weight, settings: Settings, /
 ) -> Tensor:
-    """Run each expert once over its rows of the table; the formula of ``compute_experts_grouped``.
-
-    Args:
-        x_TD, routing, w_gate_up_EPD, w_down_EDF: as there.
-        table: of the routing.
-        settings: path ``grouped`` or ``split``.
-        split: x, where it is split already; read where ``takes_split``.
-    """
+    """Run each expert once over its rows of the table; the formula of ``compute_experts_grouped``."""
     if (
         isinstance(w_gate_up_EPD, Fp8)
         and isinstance(w_down_EDF, Fp8)
-        and takes_split(x_TD, w_gate_up_EPD, w_down_EDF, settings)
+        and (settings.path == "split" and can_quantize(x_TD, w_gate_up_EPD, w_down_EDF))
     ):
-        return compute_experts_split(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings, split=split)
+        return compute_experts_split(x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings)
     tokens, columns = routing.experts_TK.shape
     experts, top_k = table.counts_E.shape[0], table.ranks_TK.shape[1]
     slots, (_, hidden, width), tile = columns - top_k, weight_shape(w_down_EDF), settings.gate_up
@@ -345,26 +325,10 @@ def compute_experts_tabled(
 
 
 def compute_experts_split(
-    x_TD: Tensor,
-    routing: Routing,
-    table: Table,
-    w_gate_up_EPD: Fp8,
-    w_down_EDF: Fp8,
-    settings: Settings,
-    /,
-    *,
-    split: SplitRows | None = None,
+    x_TD: Tensor, routing: Routing, table: Table, w_gate_up_EPD: Fp8, w_down_EDF: Fp8, settings: Settings, /
 ) -> Tensor:
-    """``compute_experts_tabled`` of weights in FP8 blocks that are not converted.
-
-    Args:
-        x_TD, routing, table, w_gate_up_EPD, w_down_EDF, settings: as there.
-        split: x, if it was split before the last launch; None splits it in a launch of its own.
-    """
-    dtype, early = x_TD.dtype, split is None
-    x = split or split_into_pairs(x_TD, settings)
-    h = compute_gate_up_split(x, routing, table, w_gate_up_EPD, settings, dtype=dtype, early=early)
-    if isinstance(h, Tensor):
-        return sum_token_experts(h, routing, w_down_EDF, settings, early=True)
-    pairs_ND = compute_down_split(h, routing, table, w_down_EDF, settings, dtype=dtype)
-    return combine(pairs_ND, routing.weights_TK, settings)
+    """``compute_experts_tabled`` of weights in FP8 blocks that are not converted."""
+    h_NF = compute_gate_up_split(x_TD, routing, table, w_gate_up_EPD, settings)
+    if settings.token_down:
+        return sum_token_experts(h_NF, routing, w_down_EDF, settings, early=True)
+    return combine(compute_down_split(h_NF, routing, table, w_down_EDF, settings), routing.weights_TK, settings)

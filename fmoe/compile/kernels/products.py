@@ -63,6 +63,7 @@ def gate_up_products_fp8(
 ):
     """``gate_up_products`` of weights in FP8 blocks, in steps of BK / Q parts that have one factor each."""
     Q: tl.constexpr = min(BK, SIDE)
+    V: tl.constexpr = LOAD // 8
     o_n = pn * BN + tl.arange(0, BN)
     o_c = tl.arange(0, BK // Q)
     o_k = o_c[:, None] * Q + tl.arange(0, Q)[None, :]
@@ -70,8 +71,8 @@ def gate_up_products_fp8(
     at = w + e.to(tl.int64) * (2 * F * D) + o_n[:, None, None] * D + o_k[None, :, :]
     gate_factors = factors_at(s, e, 0, pn * BN, F, D, 2)
     up_factors = factors_at(s, e, 1, pn * BN, F, D, 2)
-    gate = tl.zeros((BN, BK // Q, Q), tl.float32)
-    up = tl.zeros((BN, BK // Q, Q), tl.float32)
+    gate = tl.zeros((BN, BK // Q, Q // V), tl.float32)
+    up = tl.zeros((BN, BK // Q, Q // V), tl.float32)
     for k in tl.range(0, D, BK, num_stages=STAGES):
         if even:
             a = tl.load(at + k, eviction_policy="evict_first")
@@ -82,9 +83,12 @@ def gate_up_products_fp8(
             a = tl.load(at + k, mask=inside, other=0.0)
             b = tl.load(at + F * D + k, mask=inside, other=0.0)
             v = tl.load(x + t.to(tl.int64) * D + k + o_k, mask=k + o_k < D, other=0.0)
-        v32 = v.to(tl.float32)
-        gate += a.to(tl.float32) * (v32 * load_factors(gate_factors, k, o_c, D, even)[:, None])[None, :, :]
-        up += b.to(tl.float32) * (v32 * load_factors(up_factors, k, o_c, D, even)[:, None])[None, :, :]
+        v32 = v.to(tl.float32)[None, :, :]
+        # What one load gave is summed by its thread before the factor.
+        of_gate = tl.sum(tl.reshape(a.to(tl.float32) * v32, (BN, BK // Q, Q // V, V)), 3)
+        of_up = tl.sum(tl.reshape(b.to(tl.float32) * v32, (BN, BK // Q, Q // V, V)), 3)
+        gate += of_gate * load_factors(gate_factors, k, o_c, D, even)[None, :, None]
+        up += of_up * load_factors(up_factors, k, o_c, D, even)[None, :, None]
     return tl.sum(tl.sum(gate, 2), 1), tl.sum(tl.sum(up, 2), 1)
 
 

@@ -1,4 +1,4 @@
-"""Rows in FP8: with a factor for each 128 columns, or as sums of two values, the operands of products in FP8.
+"""Rows in FP8 with a factor for each 128 columns: the operands of products in FP8.
 
 Letters: T rows, D columns, B blocks of 128 columns of all rows.
 """
@@ -24,28 +24,6 @@ def quantize_values(v, dtype: tl.constexpr):
     """Give the rows of v, [BM, 128], in FP8, and a factor for each."""
     factor = tl.maximum(tl.max(tl.abs(v), 1), FLOOR) / TOP
     return (v / factor[:, None]).to(dtype), factor
-
-
-@triton.jit
-def power_of(top):
-    """Give the power of two that brings ``top`` to 2^7..2^8, where FP8 ends at 448, and its inverse."""
-    f = tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 0xFF, 8)
-    return ((261 - f) << 23).to(tl.float32, bitcast=True), ((f - 7) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def split_values(v, by):
-    """Split v times ``by`` into the nearest values of FP8 and what these are off by.
-
-    The nearest value is found in float32: converted to FP8 and back (sm_90, Triton 3.6), the second was off by more
-    than the value itself.
-    """
-    scaled = v * by
-    bits = scaled.to(tl.int32, bitcast=True)
-    # Three binary digits behind the first, half to even; below 2^-6 steps of 2^-9, as where 1.5 * 2^14 is added.
-    near = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    near = tl.where(tl.abs(scaled) < 0.015625, (scaled + 24576.0) - 24576.0, near)
-    return near.to(tl.float8e4nv), (scaled - near).to(tl.float8e4nv)
 
 
 @triton.jit
