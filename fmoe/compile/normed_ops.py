@@ -120,7 +120,7 @@ def _moe_normed(
             dtype = str(weight_dtype(down)).removeprefix("torch.")
             name, values = rule_for_moe(moe_sizes(w_router, down, config), dtype, tokens)
         settings = settings_from_ints(values) if name == "triton" else None
-        if settings is not None and can_norm_logits(*x.shape, settings):
+        if settings is not None and can_norm_logits(tokens, x.shape[1], settings):
             rows = Unnormed(x.contiguous(), branch.contiguous(), norm.contiguous(), eps)
             return run_moe_layer_normed(rows, w_router.contiguous(), bias, gate_up, down, config, settings)
     normed, total = add_rms_norm_any(x, branch, norm, eps=eps)
