@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch_options, start_next, wait_alone
+from .launch import launch_options, next_power_of_2, start_next, wait_alone
 from .normed import sum_squares, weigh_normed
 from .split_rows import SplitRows, empty_pairs, store_pairs
 
@@ -75,7 +75,7 @@ def _launch(
     total_D = y_D if branch_D is None else torch.empty_like(y_D)
     if x_D.numel() == 0:
         return y_D, total_D
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     norm_row[(x_D.numel() // size,)](
         x_D.contiguous(), branch_D if branch_D is None else branch_D.contiguous(), weight_D.contiguous(), y_D,
         None if branch_D is None else total_D, *(split or (None, None)), D=size, BD=block, EPS=eps,

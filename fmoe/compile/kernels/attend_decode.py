@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_settings import AttendSettings
-from .launch import launch_options, wait_for_previous
+from .launch import cdiv, launch_options, next_power_of_2, wait_for_previous
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def cut_channels(size: int, /) -> tuple[int, int]:
     rest = size - large
     if rest <= 0:
         return large, 0
-    small = max(triton.next_power_of_2(rest), 16)
+    small = max(next_power_of_2(rest), 16)
     return (large, small) if small < large else (2 * large, 0)
 
 
@@ -226,9 +226,9 @@ def sum_splits(
     """Add what the splits left, [B, H, splits, U]; gives [B, 1, H, U]."""
     batch, heads, splits, size = sums.shape
     out_B1HU = torch.empty(batch, 1, heads, size, dtype=dtype, device=sums.device)
-    add_splits[(triton.cdiv(size, settings.channels), heads, batch)](
+    add_splits[(cdiv(size, settings.channels), heads, batch)](
         sums, tops, totals, gate_BN, out_B1HU, 0 if gate_BN is None else gate_BN.stride(0), splits, U=size,
-        SP=triton.next_power_of_2(splits), HAS_GATE=gate_BN is not None, BU=settings.channels, PDL=settings.pdl,
+        SP=next_power_of_2(splits), HAS_GATE=gate_BN is not None, BU=settings.channels, PDL=settings.pdl,
         num_warps=4, **launch_options(settings.pdl),
     )  # fmt: skip
     return out_B1HU
@@ -312,7 +312,7 @@ def attend_one_token(
     v_BJMU = k_BJMC if shared else with_rows(v_BJMU)
     (ca, cb), (ua, ub) = cut_channels(size), cut_channels(width)
     mask, stride_m = mask_bytes(mask_B1M)
-    groups = triton.cdiv(heads // kv_heads, settings.heads)
+    groups = cdiv(heads // kv_heads, settings.heads)
     sums, tops, totals = empty_sums(q_B1HC, batch, heads, settings.splits, width)
     attend_splits[(settings.splits, kv_heads * groups, batch)](
         q_BHC, k_BJMC, v_BJMU, mask, lengths_B, sums, tops, totals, slots, q_BHC.stride(0), *k_BJMC.stride()[:3],

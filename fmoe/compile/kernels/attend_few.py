@@ -26,7 +26,7 @@ from .attend_decode import (
     with_rows,
 )
 from .attend_project import load_turns, place_heads
-from .launch import wait_for_previous
+from .launch import cdiv, next_power_of_2, wait_for_previous
 
 
 @triton.jit
@@ -225,12 +225,12 @@ def attend_projected_few_(
     split_at = (heads + 2 * kv_heads) * size
     gate_NU = projected_BTN.flatten(0, 1)[:, split_at:] if columns > split_at else None
     (ca, cb), half = cut_channels(size), cos_BTR.shape[-1]
-    groups = triton.cdiv(tokens * heads // kv_heads, settings.heads)
+    groups = cdiv(tokens * heads // kv_heads, settings.heads)
     sums, tops, totals = empty_sums(projected_BTN, batch * tokens, heads, settings.splits, size)
     attend_few_projected[(settings.splits, kv_heads * groups, batch)](
         projected_BTN, norm_HC, cos_BTR, sin_BTR, positions_BT, k_BJMC, v_BJMC, sums, tops, totals,
         *projected_BTN.stride()[:2], *k_BJMC.stride()[:3], *v_BJMC.stride()[:3], T=tokens,
-        BT=max(triton.next_power_of_2(tokens), 16), H=heads, J=kv_heads, SCALE=scale, WINDOW=window, GROUPS=groups,
+        BT=max(next_power_of_2(tokens), 16), H=heads, J=kv_heads, SCALE=scale, WINDOW=window, GROUPS=groups,
         C=size, CA=ca, CB=cb, HALF=half, HAS_NORM=norm_HC is not None, EPS=eps,
         **block_options(settings),
     )  # fmt: skip
@@ -268,7 +268,7 @@ def attend_few_tokens(
     shared = is_start_of(v_BJMU, k_BJMC)
     v_BJMU = k_BJMC if shared else with_rows(v_BJMU)
     (ca, cb), (ua, ub) = cut_channels(size), cut_channels(width)
-    groups = triton.cdiv(tokens * heads // kv_heads, settings.heads)
+    groups = cdiv(tokens * heads // kv_heads, settings.heads)
     sums, tops, totals = empty_sums(q_BTHC, batch * tokens, heads, settings.splits, width)
     attend_few_splits[(settings.splits, kv_heads * groups, batch)](
         q_BTHC, k_BJMC, v_BJMU, lengths_B, sums, tops, totals, slots, *q_BTHC.stride()[:2], *k_BJMC.stride()[:3],

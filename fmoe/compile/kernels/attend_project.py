@@ -24,7 +24,7 @@ from .attend_decode import (
     sum_splits,
     with_rows,
 )
-from .launch import wait_for_previous
+from .launch import cdiv, wait_for_previous
 
 
 @triton.jit
@@ -269,7 +269,7 @@ def attend_projected_token_(
     gate_BN = projected_BN[:, split_at:] if projected_BN.shape[1] > split_at else None
     (ca, cb), half = cut_channels(size), cos_BR.shape[-1]
     mask, stride_m = mask_bytes(mask_B1M)
-    groups = triton.cdiv(heads // kv_heads, settings.heads)
+    groups = cdiv(heads // kv_heads, settings.heads)
     sums, tops, totals = empty_sums(projected_BN, batch, heads, settings.splits, size)
     attend_projected[(settings.splits, kv_heads * groups, batch)](
         projected_BN, norm_HC, cos_BR, sin_BR, positions_B, k_BJMC, v_BJMC, mask, sums, tops, totals,

@@ -22,7 +22,7 @@ from .delta_lanes import delta_token_lanes
 from .delta_parts import add_pair, add_triple
 from .delta_parts import silu as silu
 from .delta_parts import softplus as softplus
-from .launch import launch_options, wait_for_previous
+from .launch import launch_options, next_power_of_2, wait_for_previous
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -220,7 +220,7 @@ def check_shares(
     if settings.key_lanes:
         if reason := why_not_lanes(config, heads, settings):
             raise ValueError(f"{reason}; use key_lanes=0")
-    elif on_cuda and settings.columns < min(triton.next_power_of_2(config.value_size), LEAST_COLUMNS):
+    elif on_cuda and settings.columns < min(next_power_of_2(config.value_size), LEAST_COLUMNS):
         raise ValueError(f"columns={settings.columns} must be at least {LEAST_COLUMNS}: fewer gave wrong sums on sm_90")
     if heads < ratio and (
         arrivals_BG is None
@@ -288,11 +288,11 @@ def decode_delta_(
     delta_token[grid](
         projected_BTN.contiguous(), window_BWN, state_BHKV, w_conv_WN.contiguous(), decay_H.contiguous(),
         dt_bias_H.contiguous(), norm_V.contiguous(), y_BTN, arrivals_BG if heads < ratio else None,
-        G=config.key_heads, RATIO=ratio, R=heads, RP=triton.next_power_of_2(heads), K=config.key_size,
-        KP=triton.next_power_of_2(config.key_size), V=config.value_size,
-        VP=triton.next_power_of_2(config.value_size),
-        BV=min(settings.columns, triton.next_power_of_2(config.value_size)), W=config.conv_size,
-        WP=triton.next_power_of_2(config.conv_size), EPS=config.eps, SCALE=config.key_size**-0.5,
+        G=config.key_heads, RATIO=ratio, R=heads, RP=next_power_of_2(heads), K=config.key_size,
+        KP=next_power_of_2(config.key_size), V=config.value_size,
+        VP=next_power_of_2(config.value_size),
+        BV=min(settings.columns, next_power_of_2(config.value_size)), W=config.conv_size,
+        WP=next_power_of_2(config.conv_size), EPS=config.eps, SCALE=config.key_size**-0.5,
         LANES=32 * settings.warps, PDL=settings.pdl, num_warps=settings.warps, **launch_options(settings.pdl),
     )  # fmt: skip
     return y_BTN

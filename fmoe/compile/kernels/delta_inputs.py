@@ -18,6 +18,7 @@ from fmoe.functional.deltanet import DeltaConfig
 from ..chunk_settings import ChunkSettings, InputSettings
 from .delta_decode import DTYPES, silu, softplus
 from .delta_prefill import chunk_delta
+from .launch import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -155,10 +156,10 @@ def mix_chunk_inputs(
     qk_BTHK = projected_BTN.new_empty(batch, tokens, 2 * groups, key_size, dtype=dtype)
     v_BTHV = projected_BTN.new_empty(batch, tokens, heads, value_size)
     g_BTH, beta_BTH = (projected_BTN.new_empty(batch, tokens, heads, dtype=torch.float32) for _ in range(2))
-    mix_inputs[(batch * triton.cdiv(tokens, settings.tokens) * (2 * groups + heads + 1),)](
+    mix_inputs[(batch * cdiv(tokens, settings.tokens) * (2 * groups + heads + 1),)](
         projected_BTN.contiguous(), window_BWN, w_conv_WN.contiguous(), decay_H.contiguous(), dt_bias_H.contiguous(),
-        qk_BTHK, v_BTHV, g_BTH, beta_BTH, tokens, G=groups, H=heads, HP=triton.next_power_of_2(heads), K=key_size,
-        KP=triton.next_power_of_2(key_size), V=value_size, VP=triton.next_power_of_2(value_size), W=config.conv_size,
+        qk_BTHK, v_BTHV, g_BTH, beta_BTH, tokens, G=groups, H=heads, HP=next_power_of_2(heads), K=key_size,
+        KP=next_power_of_2(key_size), V=value_size, VP=next_power_of_2(value_size), W=config.conv_size,
         BT=settings.tokens, SCALE=key_size**-0.5, num_warps=settings.warps,
     )  # fmt: skip
     q_BTHK, k_BTHK = qk_BTHK.split(groups, 2)
@@ -172,9 +173,9 @@ def norm_chunk_outputs(
     batch, tokens, heads, value_size = o_BTHV.shape
     rows = batch * tokens * heads
     y_BTN = projected_BTN.new_empty(batch, tokens, heads * value_size)
-    norm_outputs[(triton.cdiv(rows, settings.rows),)](
+    norm_outputs[(cdiv(rows, settings.rows),)](
         o_BTHV, projected_BTN.contiguous(), norm_V.contiguous(), y_BTN, rows, H=heads, V=value_size,
-        VP=triton.next_power_of_2(value_size), N=config.split_sizes[0], R=settings.rows, EPS=config.eps,
+        VP=next_power_of_2(value_size), N=config.split_sizes[0], R=settings.rows, EPS=config.eps,
         num_warps=settings.norm_warps,
     )  # fmt: skip
     return y_BTN

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..chunk_settings import MOST_CHANNELS, ChunkSettings
+from .launch import cdiv, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 16  # rows that are inverted by substitution
@@ -239,7 +240,7 @@ def make_chunk_matrices(
     """
     batch, tokens, groups, key_size = q_BTHK.shape
     heads = g_BTH.shape[2]
-    chunk, count = settings.chunk, triton.cdiv(tokens, settings.chunk)
+    chunk, count = settings.chunk, cdiv(tokens, settings.chunk)
     inverse, scores = (q_BTHK.new_empty(batch * heads, count, chunk, chunk) for _ in range(2))
     decays = g_BTH.new_empty(batch * heads, count, 2, chunk)
     on_cpu = q_BTHK.device.type == "cpu"  # where the interpreter's products of bfloat16 are wrong
@@ -296,7 +297,7 @@ def chunk_delta(
     columns = min(settings.columns, _pad(value_size))
     matrices = make_chunk_matrices(q_BTHK, k_BTHK, g_BTH, beta_BTH, settings)
     of_q, of_k, of_v = (x.stride()[:3] for x in (q_BTHK, k_BTHK, v_BTHV))
-    advance_chunks[(batch * heads * triton.cdiv(value_size, columns),)](
+    advance_chunks[(batch * heads * cdiv(value_size, columns),)](
         q_BTHK, k_BTHK, v_BTHV, *matrices, state_BHKV, o_BTHV, new_BHKV, *of_q, *of_k, *of_v, tokens, H=heads,
         RATIO=heads // groups, K=key_size, KP=_pad(key_size), V=value_size, BV=columns, C=settings.chunk,
         STAGES=settings.stages, num_warps=settings.warps,
@@ -305,4 +306,4 @@ def chunk_delta(
 
 
 def _pad(size: int) -> int:
-    return max(int(triton.next_power_of_2(size)), 16)
+    return max(int(next_power_of_2(size)), 16)

@@ -22,7 +22,7 @@ from ..delta_settings import VerifySettings, why_not_lanes, why_not_verify
 from .delta_decode import DTYPES, load_state
 from .delta_parts import add_pair, load_rows, move_on, silu, softplus
 from .delta_verify_lanes import delta_tokens_lanes
-from .launch import launch_options, wait_for_previous
+from .launch import launch_options, next_power_of_2, wait_for_previous
 
 
 @triton.jit
@@ -305,13 +305,13 @@ def verify_delta_(
         grid = (batch * config.key_heads * count,)
         if settings.key_lanes:
             threads = (64 if torch.version.hip else 32) * settings.warps
-            rows = max(triton.next_power_of_2(2 * tokens), threads // key_size)
+            rows = max(next_power_of_2(2 * tokens), threads // key_size)
             delta_tokens_lanes[grid](
                 *values, K=key_size, V=value_size, I=settings.key_lanes, D=settings.columns, Q=rows, **sizes, **options
             )
         else:
             delta_tokens[grid](
-                *values, RP=triton.next_power_of_2(heads), K=key_size, KP=triton.next_power_of_2(key_size),
-                V=value_size, VP=triton.next_power_of_2(value_size), **sizes, **options,
+                *values, RP=next_power_of_2(heads), K=key_size, KP=next_power_of_2(key_size),
+                V=value_size, VP=next_power_of_2(value_size), **sizes, **options,
             )  # fmt: skip
     return y_BTN

@@ -14,6 +14,7 @@ from torch import Tensor
 from fmoe.functional.quant import BLOCK, FP8, Fp8, Weight, count_blocks, weight_shape
 
 from ..settings import why_not_fp8
+from .launch import cdiv
 
 SIDE = tl.constexpr(BLOCK)
 ROWS = 64  # of one program that dequantises
@@ -134,7 +135,7 @@ def read_fp8(w: Weight, dtype: torch.dtype, /, *, parts: int = 1) -> Tensor:
     y = torch.empty(shape, dtype=dtype, device=w.w.device)
     total = w.w.numel() // max(columns, 1)
     if total:
-        dequantize_rows[(triton.cdiv(total, ROWS), triton.cdiv(columns, BLOCK))](
+        dequantize_rows[(cdiv(total, ROWS), cdiv(columns, BLOCK))](
             w.w, w.scale, y, total, N=rows, D=columns, LD=shape[-2] * columns, PARTS=parts, BN=ROWS, num_warps=4
         )
     if w.rest_MD is not None:

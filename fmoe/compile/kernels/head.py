@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_settings import HeadSettings
-from .launch import launch_options, wait_for_previous
+from .launch import cdiv, launch_options, next_power_of_2, wait_for_previous
 from .route import ROUNDINGS, ordered_key, round_to
 
 MOST_ROWS = 16
@@ -111,7 +111,7 @@ def choose_tokens(
     """
     (batch, hidden), vocabulary = x_BD.shape, head_VD.shape[0]
     x_BD = x_BD.contiguous()
-    programs = triton.cdiv(vocabulary, settings.rows)
+    programs = cdiv(vocabulary, settings.rows)
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x_BD.device)
@@ -131,6 +131,6 @@ def choose_tokens(
             x_BD, head_VD, keys_BX, logits_BV, programs, **shape, num_warps=settings.warps, **options
         )
     tokens_B, best_B = empty(batch, dtype=torch.int64), empty(batch, dtype=torch.float32)
-    block = min(triton.next_power_of_2(programs), 2048)
+    block = min(next_power_of_2(programs), 2048)
     pick_best[(batch,)](keys_BX, tokens_B, best_B, programs, BX=block, PDL=settings.pdl, num_warps=8, **options)
     return tokens_B, best_B, logits_BV

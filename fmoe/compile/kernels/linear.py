@@ -25,7 +25,7 @@ from ..linear_settings import linear_from_ints as linear_from_ints
 from ..linear_settings import linear_to_ints as linear_to_ints
 from .add_norm import MAX_CHANNELS, add_rms_norm_split
 from .fp8 import SIDE, can_pack, check_blocks, check_fp8, factors_at, load_factors, split_weight
-from .launch import LINE, fetch_ahead, launch_options, start_next, wait_alone, wait_for_previous
+from .launch import LINE, cdiv, fetch_ahead, launch_options, next_power_of_2, start_next, wait_alone, wait_for_previous
 from .layer import DTYPES
 from .linear_steps import linear_dot, load_weights
 from .linear_stream import run_stream, store_block
@@ -234,15 +234,15 @@ def run_linear(
             return y_TN
         settings = leave_programs(settings)
     # No part is empty: a depth that does not divide D can leave fewer parts than asked for.
-    depth = triton.cdiv(triton.cdiv(hidden, settings.splits), settings.depth) * settings.depth
-    splits = triton.cdiv(hidden, depth)
+    depth = cdiv(cdiv(hidden, settings.splits), settings.depth) * settings.depth
+    splits = cdiv(hidden, depth)
     pairs = (split or split_into_pairs(x_TD, pdl=settings.pdl)) if takes_split(x_TD, w_ND, settings) else None
     if splits == 1:
         _launch(x_TD, w_ND, bias_N, y_TN, depth, settings, pairs=pairs)
         return y_TN
     parts = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x_TD.device)
     _launch(x_TD, w_ND, None, parts, depth, settings, pairs=pairs)
-    sum_parts[(triton.cdiv(outputs, SUM_BLOCK), tokens)](
+    sum_parts[(cdiv(outputs, SUM_BLOCK), tokens)](
         parts, bias_N, y_TN, tokens, N=outputs, SPLITS=splits, HAS_BIAS=bias_N is not None, BN=SUM_BLOCK,
         PDL=settings.pdl, num_warps=4, **launch_options(settings.pdl),
     )  # fmt: skip
@@ -313,8 +313,8 @@ def _launch(
     (tokens, hidden), (w, s) = x_TD.shape, split_weight(w_ND)
     rest_MD = w_ND.rest_MD if isinstance(w_ND, Fp8) else None
     rest = 0 if rest_MD is None else rest_MD.shape[0]
-    blocks = triton.cdiv(w.shape[0], settings.rows) + triton.cdiv(rest, settings.rows)
-    splits = triton.cdiv(hidden, depth)
+    blocks = cdiv(w.shape[0], settings.rows) + cdiv(rest, settings.rows)
+    splits = cdiv(hidden, depth)
     constants = {
         "N": w.shape[0],
         "M": rest,
@@ -332,7 +332,7 @@ def _launch(
     options = {"num_warps": settings.warps} | launch_options(settings.pdl)
     if settings.dot:
         # Of pairs, twice as many are columns of the product.
-        block = max(MAX_TOKENS if pairs is None else MAX_TOKENS // 2, triton.next_power_of_2(tokens))
+        block = max(MAX_TOKENS if pairs is None else MAX_TOKENS // 2, next_power_of_2(tokens))
         operands = (x_TD, *(pairs or (None, None)), *tensors)
         linear_dot[(blocks, splits)](*operands, tokens, **constants, BM=block, **options)
     else:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fmoe.functional.quant import BLOCK, Fp8, Weight, weight_shape
 
 from .fp8 import check_fp8, factors_at
+from .launch import cdiv
 from .moe_prefill import locate_tile
 from .moe_prefill_fp8 import add_products, describe_blocks
 from .products import add_bias
@@ -100,7 +101,7 @@ def run_linear_quantized(
     if y_TN.numel() == 0:
         return y_TN
     q_TD, scale = quantize_rows(x_TD)
-    every = triton.cdiv(tokens, form.tokens) * triton.cdiv(rows, 2 * BLOCK)
+    every = cdiv(tokens, form.tokens) * cdiv(rows, 2 * BLOCK)
     linear_quantized[(min(form.programs, every) if form.programs else every,)](
         describe_blocks(q_TD, form.tokens), scale, describe_blocks(w_ND.w, BLOCK), w_ND.scale, bias_N, y_TN, tokens,
         N=rows, D=hidden, LD=outputs, HAS_BIAS=bias_N is not None, BM=form.tokens, BN=BLOCK, STAGES=form.stages,

@@ -14,7 +14,7 @@ from fmoe.functional.quant import Fp8, Weight
 
 from ..linear_settings import LinearSettings
 from .fp8 import factors_at, load_factors
-from .launch import launch_options, start_next
+from .launch import cdiv, launch_options, start_next
 from .normed import Unnormed, wait_for_rows
 from .products import PART, add_bias, group_parts, load_rows, sum_rows
 
@@ -133,8 +133,8 @@ def run_stream(
     x_TD, branch_TD, norm_D, eps = x if isinstance(x, Unnormed) else (x, None, None, 0.0)
     w, s, rest_MD = w_ND if isinstance(w_ND, Fp8) else (w_ND, None, None)
     (outputs, hidden), rest = w.shape, 0 if rest_MD is None else rest_MD.shape[0]
-    blocks, rest_rows = triton.cdiv(outputs, settings.rows), max(settings.rows // 4, 1)
-    programs = min(settings.programs, blocks) + triton.cdiv(rest, rest_rows)
+    blocks, rest_rows = cdiv(outputs, settings.rows), max(settings.rows // 4, 1)
+    programs = min(settings.programs, blocks) + cdiv(rest, rest_rows)
     linear_streamed[(programs,)](
         x_TD, branch_TD, norm_D, total_TD, w, s, rest_MD, bias_N, y_TN, T=x_TD.shape[0], N=outputs, M=rest, D=hidden,
         EPS=eps, HAS_BIAS=bias_N is not None, BN=settings.rows, BM=rest_rows, BK=settings.depth, PDL=settings.pdl,

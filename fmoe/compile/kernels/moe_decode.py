@@ -15,7 +15,7 @@ from fmoe.functional.routing import RouterConfig, Routing
 
 from ..settings import Settings
 from .fp8 import can_quantize, split_weight
-from .launch import launch_options, start_next, wait_alone, wait_for_previous
+from .launch import cdiv, launch_options, start_next, wait_alone, wait_for_previous
 from .moe_split import compute_down_split, compute_gate_up_split, find_rows
 from .products import (
     down_part,
@@ -185,7 +185,7 @@ def combine(pairs_ND: Tensor, weights_TK: Tensor, settings: Settings, /) -> Tens
     """Sum each token's rows, weighted, in float32 and in the order of the columns."""
     (tokens, columns), hidden = weights_TK.shape, pairs_ND.shape[1]
     y_TD = torch.empty(tokens, hidden, dtype=pairs_ND.dtype, device=pairs_ND.device)
-    grid = (tokens, triton.cdiv(hidden, settings.combine))
+    grid = (tokens, cdiv(hidden, settings.combine))
     combine_pairs[grid](
         pairs_ND, weights_TK, y_TD, D=hidden, KS=columns, BD=settings.combine, PDL=settings.pdl, num_warps=4,
         **launch_options(settings.pdl),
@@ -210,7 +210,7 @@ def sum_token_experts(
     tokens, columns = routing.experts_TK.shape
     (_, hidden, width), tile = weight_shape(w_down_EDF), settings.down
     y_TD = torch.empty(tokens, hidden, dtype=h_NF.dtype, device=h_NF.device)
-    down_token[(triton.cdiv(hidden, tile.rows), tokens)](
+    down_token[(cdiv(hidden, tile.rows), tokens)](
         h_NF, *split_weight(w_down_EDF), routing.experts_TK, routing.weights_TK, y_TD, D=hidden, F=width, KS=columns,
         BN=tile.rows, BK=tile.depth, STAGES=tile.stages, SIDE_BY_SIDE=tile.depth > width and width % BLOCK == 0,
         EARLY=early, PDL=settings.pdl, num_warps=tile.warps, **launch_options(settings.pdl),
@@ -238,7 +238,7 @@ def compute_experts_slots(
     (tokens, columns), width, tile = routing.experts_TK.shape, weight_shape(w_down_EDF)[2], settings.gate_up
     hidden = x_TD.shape[1]
     h_NF = torch.empty(tokens * columns, width, dtype=x_TD.dtype, device=x_TD.device)
-    gate_up_slots[(triton.cdiv(width, tile.rows), tokens * columns)](
+    gate_up_slots[(cdiv(width, tile.rows), tokens * columns)](
         x_TD, *split_weight(w_gate_up_EPD), h_NF, routing.experts_TK, D=hidden, F=width, KS=columns, BN=tile.rows,
         BK=tile.depth, STAGES=tile.stages, AT_ONCE=tile.depth >= max(hidden, BLOCK), EARLY=early, PDL=settings.pdl,
         num_warps=tile.warps, **launch_options(settings.pdl),
@@ -280,7 +280,7 @@ def route_and_gate_up(
         dtype=x_TD.dtype,
         has_bias=bias_E is not None,
     )
-    gate_up_choosing[(triton.cdiv(width, tile.rows), tokens * columns)](
+    gate_up_choosing[(cdiv(width, tile.rows), tokens * columns)](
         x_TD, *split_weight(w_gate_up_EPD), h_NF, logits, bias_E, routing.experts_TK, routing.weights_TK, tokens,
         D=hidden, F=width, **constants, BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl,
         num_warps=tile.warps,
@@ -305,7 +305,7 @@ def compute_experts_tabled(
     programs = tokens * top_k if settings.owners else experts
     shape = {"D": hidden, "F": width, "E": experts, "K": top_k, "S": slots, "OWNERS": settings.owners}
     h_NF = torch.empty(tokens * columns, width, dtype=x_TD.dtype, device=x_TD.device)
-    grid = (triton.cdiv(width, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)
+    grid = (cdiv(width, tile.rows), slots * cdiv(tokens, tile.tokens) + programs)
     gate_up_grouped[grid](
         x_TD, *split_weight(w_gate_up_EPD), h_NF, routing.experts_TK, *table, tokens, **shape, BM=tile.tokens,
         BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,
@@ -315,7 +315,7 @@ def compute_experts_tabled(
         return sum_token_experts(h_NF, routing, w_down_EDF, settings, early=True)
     tile = settings.down
     pairs_ND = torch.empty(tokens * columns, hidden, dtype=x_TD.dtype, device=x_TD.device)
-    grid = (triton.cdiv(hidden, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)
+    grid = (cdiv(hidden, tile.rows), slots * cdiv(tokens, tile.tokens) + programs)
     down_grouped[grid](
         h_NF, *split_weight(w_down_EDF), pairs_ND, routing.experts_TK, *table, tokens, **shape, BM=tile.tokens,
         BN=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl, num_warps=tile.warps,

@@ -18,7 +18,7 @@ from fmoe.functional.routing import Routing
 
 from ..settings import Settings, Tile
 from .fp8 import split_weight
-from .launch import launch_options, wait_for_previous
+from .launch import cdiv, launch_options, wait_for_previous
 from .moe_decode import combine
 from .sort import Tiles, sort_pairs
 from .tiles import down_tile, gate_up_tile
@@ -116,7 +116,7 @@ def compute_experts_sorted(
     if described := _describable(weights, tile, settings):
         weights = _describe(weights, 2, tile.rows, tile.depth)
     h_NF = torch.empty(pairs, width, dtype=x_TD.dtype, device=x_TD.device)
-    gate_up_sorted[_grid(tiles, triton.cdiv(width, tile.rows), settings)](
+    gate_up_sorted[_grid(tiles, cdiv(width, tile.rows), settings)](
         x_TD, weights, s, h_NF, *tiles, columns, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
         STAGES=tile.stages, GROUP=settings.group, SWAP=swap, DESCRIPTOR=described, PDL=settings.pdl,
         num_warps=tile.warps, **options,
@@ -128,7 +128,7 @@ def compute_experts_sorted(
     if described := _describable(w, tile, settings):
         weights, h = _describe(w.view(-1, width), tile.rows, tile.depth), _describe(h_NF, block, tile.depth)
     pairs_ND = torch.empty(pairs, hidden, dtype=x_TD.dtype, device=x_TD.device)
-    down_sorted[_grid(tiles, triton.cdiv(hidden, tile.rows), settings)](
+    down_sorted[_grid(tiles, cdiv(hidden, tile.rows), settings)](
         h, weights, s, pairs_ND, *tiles, D=hidden, F=width, BM=block, BN=tile.rows, BK=tile.depth,
         STAGES=tile.stages, GROUP=settings.group, SWAP=swap, DESCRIPTOR=described, PDL=settings.pdl,
         num_warps=tile.warps, **options,

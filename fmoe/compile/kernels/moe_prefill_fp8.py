@@ -23,7 +23,7 @@ from fmoe.functional.routing import Routing
 
 from ..settings import Settings, Tile
 from .fp8 import can_quantize
-from .launch import launch_options, wait_for_previous
+from .launch import cdiv, launch_options, wait_for_previous
 from .moe_decode import combine
 from .moe_prefill import compute_experts_sorted, locate_tile
 from .quantize import quantize_rows, quantize_values
@@ -151,7 +151,7 @@ def compute_experts_quantized(
         columns, **shape, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip
     pairs_ND, tile = torch.empty(pairs, hidden, dtype=x_TD.dtype, device=x_TD.device), settings.down
-    down_quantized[grid(triton.cdiv(hidden, 2 * BLOCK))](
+    down_quantized[grid(cdiv(hidden, 2 * BLOCK))](
         describe_blocks(h_NF, block), h_scale, describe_blocks(w_down.w.view(-1, width), BLOCK), w_down.scale,
         pairs_ND, *tiles, **shape, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from fmoe.functional.routing import Routing
 
 from ..settings import Settings
 from .fp8 import SIDE, factors_at, split_weight
-from .launch import LINE, fetch_ahead, launch_options, wait_for_previous
+from .launch import LINE, cdiv, fetch_ahead, launch_options, next_power_of_2, wait_for_previous
 from .route import Table
 from .split_rows import split_into_pairs
 from .tiles import load_matrix, load_rows, store_rows
@@ -152,7 +152,7 @@ def compute_gate_up_split(
     slots = columns - top_k
     h_NF = x_TD.new_empty(tokens * columns, width)
     programs = tokens * top_k if settings.owners else experts
-    gate_up_split[(triton.cdiv(width, tile.rows), slots * triton.cdiv(tokens, tile.tokens) + programs)](
+    gate_up_split[(cdiv(width, tile.rows), slots * cdiv(tokens, tile.tokens) + programs)](
         *_split(x_TD, settings), *split_weight(w_gate_up_EPD), h_NF, routing.experts_TK, *table, tokens, D=hidden,
         F=width, E=experts, K=top_k, S=slots, BM=tile.tokens, BN=tile.rows, BK=tile.depth,
         STAGES=tile.stages, OWNERS=settings.owners, LINES=AHEAD, LINE=LINE, PDL=settings.pdl, num_warps=tile.warps,
@@ -172,15 +172,15 @@ def compute_down_split(h_NF: Tensor, routing: Routing, table: Table, w_down_EDF:
     """
     (tokens, columns), (_, hidden, width), tile = routing.experts_TK.shape, weight_shape(w_down_EDF), settings.down
     experts, top_k = table.counts_E.shape[0], table.ranks_TK.shape[1]
-    slots, blocks = columns - top_k, triton.cdiv(hidden, tile.rows)
-    repeated = triton.cdiv(blocks, settings.programs or blocks)
+    slots, blocks = columns - top_k, cdiv(hidden, tile.rows)
+    repeated = cdiv(blocks, settings.programs or blocks)
     programs = tokens * top_k if settings.owners else experts
     pairs_ND = h_NF.new_empty(tokens * columns, hidden)
-    down_split[(triton.cdiv(blocks, repeated), slots * triton.cdiv(tokens, tile.tokens) + programs)](
+    down_split[(cdiv(blocks, repeated), slots * cdiv(tokens, tile.tokens) + programs)](
         *_split(h_NF, settings), *split_weight(w_down_EDF), pairs_ND, routing.experts_TK, *table, tokens, D=hidden,
         F=width, E=experts, K=top_k, S=slots, BM=tile.tokens, BN=tile.rows, BK=tile.depth, BLOCKS=repeated,
         STAGES=tile.stages, OWNERS=settings.owners,
-        LINES=min(triton.next_power_of_2(triton.cdiv(width, LINE)), 8), LINE=LINE, PDL=settings.pdl,
+        LINES=min(next_power_of_2(cdiv(width, LINE)), 8), LINE=LINE, PDL=settings.pdl,
         num_warps=tile.warps, **launch_options(settings.pdl),
     )  # fmt: skip
     return pairs_ND

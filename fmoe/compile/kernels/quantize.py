@@ -12,7 +12,7 @@ from torch import Tensor
 from fmoe.functional.quant import BLOCK, FP8, LARGEST, LEAST
 
 from .fp8 import SIDE
-from .launch import launch_options, wait_for_previous
+from .launch import cdiv, launch_options, wait_for_previous
 
 TOP = tl.constexpr(LARGEST)
 FLOOR = tl.constexpr(LEAST)
@@ -61,7 +61,7 @@ def quantize_rows(x_TD: Tensor, /, *, pdl: bool = False) -> tuple[Tensor, Tensor
     q_TD = torch.empty(tokens, hidden, dtype=FP8, device=x_TD.device)
     scale = torch.empty(tokens, hidden // BLOCK, dtype=torch.float32, device=x_TD.device)
     if scale.numel():
-        quantize_blocks[(triton.cdiv(scale.numel(), BLOCKS),)](
+        quantize_blocks[(cdiv(scale.numel(), BLOCKS),)](
             x_TD, q_TD, scale, scale.numel(), BB=BLOCKS, PDL=pdl, num_warps=4, **launch_options(pdl)
         )
     return q_TD, scale

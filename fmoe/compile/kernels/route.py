@@ -22,7 +22,7 @@ from .choice import round_to as round_to
 from .choice import store_row, weigh_shared
 from .choice import weigh_row as weigh_row
 from .choice import write_row as write_row
-from .launch import launch_options, start_next, wait_alone, wait_for_previous
+from .launch import cdiv, launch_options, next_power_of_2, start_next, wait_alone, wait_for_previous
 from .normed import Unnormed, wait_for_rows
 from .products import PART, load_rows, sum_rows
 
@@ -165,11 +165,11 @@ def choice_constants(
         "R": rows,
         "K": config.top_k,
         # At least two: the compiler's top-k of a single value gives no block.
-        "KP": max(triton.next_power_of_2(config.top_k), 2),
+        "KP": max(next_power_of_2(config.top_k), 2),
         "S": slots,
-        "SP": triton.next_power_of_2(max(slots, 1)),
-        "GP": triton.next_power_of_2(config.groups),
-        "EP": max(triton.next_power_of_2(config.num_experts // config.groups), 2),
+        "SP": next_power_of_2(max(slots, 1)),
+        "GP": next_power_of_2(config.groups),
+        "EP": max(next_power_of_2(config.num_experts // config.groups), 2),
         "G": config.groups,
         "KEPT": config.groups_kept,
         "TOP2": config.group_score == "top2",
@@ -198,14 +198,14 @@ def compute_logits(x_TD: Tensor, w_router_RD: Tensor, settings: Settings, /, *, 
     options = launch_options(settings.pdl)
     shape = {"D": hidden, "E": num_experts, "R": rows, "BR": tile.rows, "BK": tile.depth, "STAGES": tile.stages}
     if tile.tokens == 0:
-        grid = (triton.cdiv(rows, tile.rows), tokens)
+        grid = (cdiv(rows, tile.rows), tokens)
         logits_gemv[grid](
             x_TD, None, None, None, None, w_router_RD, logits, counts_E, tokens, **shape, EPS=0.0, PDL=settings.pdl,
             num_warps=tile.warps, **options,
         )  # fmt: skip
         return logits, counts_E
-    split = triton.cdiv(triton.cdiv(hidden, splits), tile.depth) * tile.depth
-    grid3 = (triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), splits)
+    split = cdiv(cdiv(hidden, splits), tile.depth) * tile.depth
+    grid3 = (cdiv(rows, tile.rows), cdiv(tokens, tile.tokens), splits)
     logits_dot[grid3](
         x_TD, w_router_RD, logits, counts_E, tokens, **shape, SPLIT=split, BM=tile.tokens, PDL=settings.pdl,
         num_warps=tile.warps, **options,
@@ -230,7 +230,7 @@ def compute_logits_normed(
     logits = torch.empty(1, tokens, rows, dtype=torch.float32, device=x_TD.device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=x_TD.device)
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
-    logits_gemv[(triton.cdiv(rows, tile.rows), tokens)](
+    logits_gemv[(cdiv(rows, tile.rows), tokens)](
         x_TD, x.branch_TD, x.weight_D, total_TD, normed_TD, w_router_RD, logits, counts_E, tokens, D=hidden,
         E=num_experts, R=rows, EPS=x.eps, BR=tile.rows, BK=tile.depth, STAGES=tile.stages, PDL=settings.pdl,
         num_warps=tile.warps, **launch_options(settings.pdl),
@@ -304,7 +304,7 @@ def tabulate(experts_TK: Tensor, settings: Settings, /, *, num_experts: int, slo
     top_k = columns - slots
     table = empty_table(experts_TK.new_zeros(num_experts), tokens, top_k, slots)
     tabulate_rows[(tokens,)](
-        experts_TK, *table, tokens, E=num_experts, K=top_k, KP=triton.next_power_of_2(top_k), S=slots,
-        SP=triton.next_power_of_2(max(slots, 1)), PDL=settings.pdl, num_warps=1, **launch_options(settings.pdl),
+        experts_TK, *table, tokens, E=num_experts, K=top_k, KP=next_power_of_2(top_k), S=slots,
+        SP=next_power_of_2(max(slots, 1)), PDL=settings.pdl, num_warps=1, **launch_options(settings.pdl),
     )  # fmt: skip
     return table

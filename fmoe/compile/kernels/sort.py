@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch_options, wait_for_previous
+from .launch import cdiv, launch_options, next_power_of_2, wait_for_previous
 
 BLOCK = 128  # pairs of one block
 EXPERTS = 8  # experts whose counts one program sums
@@ -127,9 +127,9 @@ def sort_pairs(experts_TK: Tensor, /, *, num_experts: int, block: int, pdl: bool
         Tiles; nothing of it is read by the host.
     """
     pairs = experts_TK.numel()
-    padded = triton.next_power_of_2(max(num_experts, EXPERTS))
-    blocks = triton.cdiv(pairs, BLOCK)
-    bound = min(triton.cdiv(pairs, block) + num_experts, pairs)
+    padded = next_power_of_2(max(num_experts, EXPERTS))
+    blocks = cdiv(pairs, BLOCK)
+    bound = min(cdiv(pairs, block) + num_experts, pairs)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts_TK.device)
@@ -143,7 +143,7 @@ def sort_pairs(experts_TK: Tensor, /, *, num_experts: int, block: int, pdl: bool
     sum_blocks[(padded // EXPERTS,)](
         counts, totals, blocks, EP=padded, BE=EXPERTS, BB=128 if blocks <= 128 else 512, PDL=pdl, num_warps=8, **options
     )
-    place_and_list[(blocks + triton.cdiv(bound, LISTED),)](
+    place_and_list[(blocks + cdiv(bound, LISTED),)](
         experts_TK, counts, ranks, totals, *tiles, pairs, blocks, bound, E=num_experts, EP=padded, BN=BLOCK, BM=block,
         BX=LISTED, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip

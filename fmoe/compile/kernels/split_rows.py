@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fmoe.functional.quant import FP8
 
-from .launch import launch_options, wait_for_previous
+from .launch import launch_options, next_power_of_2, wait_for_previous
 
 
 class SplitRows(NamedTuple):
@@ -86,7 +86,7 @@ def split_into_pairs(x_ND: Tensor, /, *, pdl: bool) -> SplitRows:
         pdl: programmatic dependent launch.
     """
     (rows, size), split = x_ND.shape, empty_pairs(x_ND)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     split_row[(rows,)](
         x_ND, *split, D=size, BD=block, PDL=pdl, num_warps=min(max(block // 512, 1), 8), **launch_options(pdl)
     )
