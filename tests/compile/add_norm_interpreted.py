@@ -25,15 +25,6 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def draw(*sizes, rng, dtype, scale=3.0):
     return (torch.randn(sizes, generator=rng) * scale).to(dtype)
 

@@ -19,15 +19,6 @@ SETTINGS = AttendSettings(splits=3, slots=16, heads=16, warps=4, stages=2)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def draw(rng, dtype, *shape):
     return torch.randn(shape, generator=rng).to(dtype)
 

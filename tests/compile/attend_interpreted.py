@@ -19,15 +19,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 SHAPES = [(1, 3, 3, 32, 32, 1), (3, 6, 2, 24, 24, 77), (2, 10, 2, 96, 96, 37), (2, 18, 1, 72, 40, 35)]
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def draw(rng, dtype, *shape):
     return torch.randn(shape, generator=rng).to(dtype)
 

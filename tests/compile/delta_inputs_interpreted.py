@@ -28,15 +28,6 @@ CONFIGS = {
 ERRORS = {F32: 2e-6, F16: 3e-3, BF16: 2e-2}  # of the norm
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def draw_layer(rng, config, tokens, dtype=F32, *, batch=2, state_dtype=F32):
     """Draw a projection, a cache and weights."""
 

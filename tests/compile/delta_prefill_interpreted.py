@@ -34,15 +34,6 @@ ERRORS = {F32: 1e-6, F16: 1e-3}  # of the norm
 DECAYS = [0.0, -1e-6, -0.1, -5.0, -88.0, -200.0, -1e4]
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def draw_inputs(tokens, rng, name="odd", *, dtype=F32, g=None, beta=None, parallel=0.0, size=1.0):
     """Give q, k, v, g, beta and a state; ``parallel`` brings the keys of a head together."""
     batch, heads, key_size, value_size = SIZES[name]

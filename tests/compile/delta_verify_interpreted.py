@@ -37,15 +37,6 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
 ROOM = 5
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def make_layer(config, rng, dtype, *, norm_dtype=None):
     def draw(*sizes):
         return torch.randn(sizes, generator=rng)

@@ -41,15 +41,6 @@ PATHS = {
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def quantise(*shape, rng, parts=1):
     """Draw values and factors that differ from block to block by far more than any tolerance."""
     *outer, rows, columns = shape

@@ -21,15 +21,6 @@ ROWS = [(1, GEMV), (1, DOT), (3, DOT), (16, DOT), (16, GEMV), (1, None), (5, Non
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2}
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("batch", "settings"), ROWS, ids=str)
 def test_the_logits_equal_the_product_and_the_token_is_their_largest(batch, settings, dtype, rng):

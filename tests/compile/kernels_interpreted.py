@@ -56,15 +56,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def weights(experts, slots, gate_rows, rng, dtype):
     def draw(*sizes):
         return (torch.randn(sizes, generator=rng) * sizes[-1] ** -0.5).to(dtype)

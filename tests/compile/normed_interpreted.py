@@ -35,15 +35,6 @@ TILE = Tile(1, 32, 128, 4, 2)
 SLOTS = Settings("slots", Tile(0, 4, 256, 4, 2), TILE, TILE, token_down=True, combine=64)
 
 
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def draw(*sizes, rng, dtype, scale=1.0):
     return (torch.randn(sizes, generator=rng) * scale).to(dtype)
 

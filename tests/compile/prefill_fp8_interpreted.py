@@ -3,12 +3,9 @@
 test_prefill_fp8_kernel.py runs this file, in a process of its own: the interpreter is chosen when Triton is imported.
 """
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from triton.language.core import constexpr  # noqa: F401  (fails here, with a plain message, without Triton)
-from triton.runtime import interpreter
 
 from fmoe.compile.kernels import Settings, Tile
 from fmoe.compile.kernels.linear_fp8 import Form, run_linear_quantized
@@ -19,31 +16,11 @@ from fmoe.functional import quant as reference
 from fmoe.functional.quant import FP8, Fp8, dequantize
 
 # Triton's interpreter asks numpy for scalars of arrays.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("round_as_devices_do"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
 TILE = Tile(16, 128, 128, 4, 2)
-
-
-@pytest.fixture(autouse=True)
-def fill_empty_tensors():
-    """Fill torch.empty with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def round_to_fp8_as_devices_do(monkeypatch):
-    """Let torch round: the interpreter rounds halves up, and loses what then goes over into the exponent."""
-    convert = interpreter._convert_float
-
-    def rounded(values, source, target, mode):
-        if (source, target) == (tl.float32, tl.float8e4nv):
-            floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-            return floats.clamp(-448, 448).to(FP8).view(torch.uint8).numpy().reshape(values.shape)
-        return convert(values, source, target, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 def draw_fp8(*shape, rng, parts=1):

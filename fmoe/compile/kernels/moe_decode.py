@@ -22,13 +22,11 @@ from .products import (
     down_products,
     down_products_fp8,
     down_side_by_side,
-    find_parts,
     gate_up_at_once,
     gate_up_products,
     gate_up_products_fp8,
     load_row,
-    load_side_by_side,
-    sum_rows,
+    multiply_part,
 )
 from .route import Table, choice_constants, choose_row, compute_logits, weigh_row, write_row
 from .tiles import down_tile, gate_up_tile
@@ -119,11 +117,9 @@ def down_token(
     t = tl.program_id(1)
     pn = tl.program_id(0)
     if SIDE_BY_SIDE and EARLY and (BK >= KS * F):
-        expert, place, weight = find_parts(ids, weights, t, 0, F, KS, BK)
-        a, factor = down_part(w, s, expert, place, weight, 0, pn, D, F, KS, BN, BK)
+        a, factor = down_part(w, s, ids, weights, t, pn, 0, D, F, KS, BN, BK)
         wait_alone(PDL)
-        v = load_side_by_side(h, t, 0, F, KS, BK)
-        out = sum_rows(a, v, v, factor, 1.0, False)
+        out = multiply_part(h, a, factor, t, 0, F, KS, BK)
     else:
         wait_alone(PDL)
         if SIDE_BY_SIDE:

@@ -290,48 +290,41 @@ def gate_up_at_once(v, w, s, e, pn, D: tl.constexpr, F: tl.constexpr, BN: tl.con
 
 
 @triton.jit
-def find_parts(ids, weights, t, first, F: tl.constexpr, KS: tl.constexpr, BK: tl.constexpr):
-    """Find BK of the F * KS columns that token t's experts have side by side, from ``first`` on; F is whole parts.
-
-    Returns:
-        Of each part [P]: its expert, its place in that expert's columns, and the routing's weight, 0 outside.
-    """
-    of_expert: tl.constexpr = F // PART
-    o_p = tl.arange(0, BK // PART) + first // PART
-    n = t * KS + tl.minimum(o_p // of_expert, KS - 1)
-    weight = tl.where(o_p < KS * of_expert, tl.load(weights + n), 0.0)
-    return tl.load(ids + n).to(tl.int64), o_p % of_expert, weight
-
-
-@triton.jit
 def down_part(
-    w, s, expert, place, weight, first, pn, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
+    w, s, ids, weights, t, pn, first, D: tl.constexpr, F: tl.constexpr, KS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Load block pn of the rows of what ``find_parts`` found from ``first`` on.
+    """Load BK of the F * KS columns that token t's experts have side by side, from ``first`` on; F is whole parts.
 
     Returns:
         Weights [C, P, BN, V], and what each part is times [P], the routing's weight and the factor.
     """
-    o_n = pn * BN + tl.arange(0, BN)
-    inside = (tl.arange(0, BK // PART) + first // PART < KS * (F // PART))[None, :, None, None]
+    of_expert: tl.constexpr = F // PART
     V: tl.constexpr = LOAD // w.dtype.element_ty.primitive_bitwidth
-    columns = (expert * (D * F) + place * PART)[None, :, None, None] + columns_by_loads(PART, V)
+    o_n = pn * BN + tl.arange(0, BN)
+    o_p = tl.arange(0, BK // PART) + first // PART
+    inside = o_p < KS * of_expert
+    n = t * KS + tl.minimum(o_p // of_expert, KS - 1)
+    e = tl.load(ids + n).to(tl.int64)
+    factor = tl.where(inside, tl.load(weights + n), 0.0)
+    columns = (e * (D * F) + o_p % of_expert * PART)[None, :, None, None] + columns_by_loads(PART, V)
     at = w + columns + o_n[None, None, :, None] * F
+    inside = inside[None, :, None, None]
     if D % BN == 0:
         a = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     else:
         a = tl.load(at, mask=inside & (o_n[None, None, :, None] < D), other=0.0, eviction_policy="evict_first")
     if s is not None:
-        weight *= tl.load(factors_at(s, expert, 0, pn * BN, D, F, 1) + place)
-    return a, weight
+        factor *= tl.load(factors_at(s, e, 0, pn * BN, D, F, 1) + o_p % of_expert)
+    return a, factor
 
 
 @triton.jit
-def load_side_by_side(h, t, first, F: tl.constexpr, KS: tl.constexpr, BK: tl.constexpr):
-    """Load BK of the token's F * KS columns of h from ``first`` on, float32 [P, PART]; 0 past the last."""
+def multiply_part(h, a, factor, t, first, F: tl.constexpr, KS: tl.constexpr, BK: tl.constexpr):
+    """Sum [BN] of the products of what ``down_part`` loaded with the token's rows of h."""
     o_k = first + tl.arange(0, BK // PART)[:, None] * PART + tl.arange(0, PART)[None, :]
-    return tl.load(h + t.to(tl.int64) * (KS * F) + o_k, mask=o_k < KS * F, other=0.0).to(tl.float32)
+    v = tl.load(h + t.to(tl.int64) * (KS * F) + o_k, mask=o_k < KS * F, other=0.0).to(tl.float32)
+    return sum_rows(a, v, v, factor, 1.0, False)
 
 
 @triton.jit
@@ -342,8 +335,6 @@ def down_side_by_side(
     """``down_products`` over the columns of all of the token's experts, BK at a time, whichever expert they are of."""
     acc = tl.zeros((BN,), tl.float32)
     for first in tl.range(0, KS * F, BK, num_stages=STAGES):
-        expert, place, weight = find_parts(ids, weights, t, first, F, KS, BK)
-        a, factor = down_part(w, s, expert, place, weight, first, pn, D, F, KS, BN, BK)
-        v = load_side_by_side(h, t, first, F, KS, BK)
-        acc += sum_rows(a, v, v, factor, 1.0, False)
+        a, factor = down_part(w, s, ids, weights, t, pn, first, D, F, KS, BN, BK)
+        acc += multiply_part(h, a, factor, t, first, F, KS, BK)
     return acc
