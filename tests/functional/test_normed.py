@@ -1,5 +1,7 @@
 """Residual and norm with what reads them: the compositions, and where kernels of one token are taken."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,7 +71,8 @@ def test_add_norm_moe(tokens, shared, rows, rng):
     torch.testing.assert_close(y, expected.view_as(x), rtol=1e-5, atol=1e-6)
 
 
-def test_kernels_take_one_token(rows, rng):
+@pytest.mark.parametrize(("tokens", "most"), [(1, 1), (T, T)])
+def test_kernels_take_up_to_so_many_tokens(tokens, most, rows, rng):
     norm, params = torch.randn(D, generator=rng).double(), layer(rng, shared=True)
     seen = []
 
@@ -82,14 +85,15 @@ def test_kernels_take_one_token(rows, rng):
         return x, branch, torch.zeros_like(x)
 
     kernels = Kernels(linear_normed=linear_normed, compute_moe_normed=compute_moe_normed, compute_moe=max)
-    one, w = rows[:, :, :1], torch.randn(N, D, generator=rng).double()
-    assert all(map(torch.equal, add_norm_linear(*one, norm, w, None, eps=EPS, kernels=kernels), one))
-    total, y = add_norm_moe(*one, norm, params, ROUTER, eps=EPS, kernels=kernels)
-    assert seen == [((B, 1, D), None, EPS), ((B, D), ROUTER, EPS)]
-    assert torch.equal(total, one[0])
+    kernels = replace(kernels, normed_tokens=most)
+    few, w = rows[:, :, :tokens], torch.randn(N, D, generator=rng).double()
+    assert all(map(torch.equal, add_norm_linear(*few, norm, w, None, eps=EPS, kernels=kernels), few))
+    total, y = add_norm_moe(*few, norm, params, ROUTER, eps=EPS, kernels=kernels)
+    assert seen == [((B, tokens, D), None, EPS), ((B * tokens, D), ROUTER, EPS)]
+    assert torch.equal(total, few[0])
     # the kernel leaves a shared expert apart, which reads the normed rows, to others
     gate, mlp = params.shared.w_gate_1D, params.shared.mlp
-    expected = [torch.sigmoid(gate @ row) * swiglu(row, *mlp) for row in one[1].flatten(0, 1)]
+    expected = [torch.sigmoid(gate @ row) * swiglu(row, *mlp) for row in few[1].flatten(0, 1)]
     torch.testing.assert_close(y, torch.stack(expected).view_as(y), rtol=1e-5, atol=1e-6)
 
 
