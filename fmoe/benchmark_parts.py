@@ -34,11 +34,11 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("head", r"head_|pick_best|argmax|sample|multinomial"),
     (
         "MoE",
-        r"moe|expert|topk|top_k|rout|gate_up|down_(token|grouped|sorted|split|quantized)|split_rows|combine_pairs|logits_(gemv|dot)|find_rows"
+        r"moe|expert|topk|top_k|rout|gate_up|down_(token|grouped|sorted|split|quantized)|combine_pairs|logits_(gemv|dot)|find_rows"
         r"|tabulate_rows|count_block|sum_blocks|place_(pairs|and_list)|list_tiles|grouped|radix|sort",
     ),
     ("rest", r"norm|embedding|indexselect|index_select|gather"),
-    (PRODUCT, r"linear_|sum_parts|gemm|gemv|nvjet|cutlass|cublas|Cijk_|splitk|triton_(poi|red|per)_fused"),
+    (PRODUCT, r"linear_|split_row|sum_parts|gemm|gemv|nvjet|cutlass|cublas|Cijk_|splitk|triton_(poi|red|per)_fused"),
 )
 MIXERS = ("DeltaNet", "attention")
 KERNEL, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")  # categories of a trace's events

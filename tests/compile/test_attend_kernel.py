@@ -138,7 +138,7 @@ def test_wrong_settings_are_refused():
         AttendSettings(1, 48, 16, 4, 2)
     with pytest.raises(ValueError, match="heads=8 must be a power of two of at least 16"):
         AttendSettings(1, 64, 8, 4, 2)
-    with pytest.raises(ValueError, match="6 integers came; settings of attention are 8"):
+    with pytest.raises(ValueError, match="6 integers came; settings of attention are 7"):
         attend_settings_from_ints([1] * 6)
 
 

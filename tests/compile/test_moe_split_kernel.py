@@ -50,7 +50,7 @@ def test_the_layer_fits_hopper(name, tokens):
     launches = record(name, settings, tokens)
 
     names = [launch.kernel.__name__ for launch in launches]
-    assert names[-5:] == ["split_rows", "gate_up_split", "split_rows", "down_split", "combine_pairs"]
+    assert names[-5:] == ["split_row", "gate_up_split", "split_row", "down_split", "combine_pairs"]
     assert find_misfits(launches, "sm_90") == []
 
 

@@ -154,15 +154,20 @@ def test_layers_in_fp8_blocks_can_be_launched(tokens):
         assert {given["x"] for given in found if "x" in given} == {torch.float16}
 
 
+def record_product(*case):
+    """Give the first launch but for the one that splits rows."""
+    return next(launch for launch in record_candidate(*case) if launch.kernel.__name__ != "split_row")
+
+
 @pytest.mark.parametrize("tokens", LINEAR_BUCKETS)
 def test_projections_in_fp8_blocks_are_recorded_with_the_rows_behind_them(tokens):
     for candidate in list_candidates(NARROW_PROJECTION, H200, tokens, ("library", "triton"), limit=60):
         if candidate.implementation in KERNELS:
-            launch, *_ = record_candidate(NARROW_PROJECTION, tokens, candidate, Inputs(rest=64))
+            launch = record_product(NARROW_PROJECTION, tokens, candidate, Inputs(rest=64))
             assert (launch.values["N"], launch.values["M"]) == (12288, 64)
             (given,) = reads([launch])
             assert (given["w"], given["s"], given["rest"]) == (FP8, torch.float32, torch.bfloat16)
-            plain, *_ = record_candidate(NARROW_PROJECTION, tokens, candidate, Inputs())
+            plain = record_product(NARROW_PROJECTION, tokens, candidate, Inputs())
             assert identify(plain) != identify(launch)
 
 
