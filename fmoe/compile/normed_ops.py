@@ -71,9 +71,10 @@ def _linear_normed(
     name, values = select_implementation(plan, shape[0])
     settings = linear_from_ints(values) if name == "triton" else None
     if settings is not None:
-        weight = w.contiguous() if scale is None else Fp8(w, scale, rest)
-        if can_norm_linear(x.reshape(shape), weight, settings):
-            rows = Unnormed(x.contiguous().view(shape), branch.contiguous().view(shape), norm.contiguous(), eps)
+        x_TD = x.contiguous().view(shape)
+        if can_norm_linear(x_TD, w if scale is None else Fp8(w, scale, rest), settings):
+            rows = Unnormed(x_TD, branch.contiguous().view(shape), norm.contiguous(), eps)
+            weight = w.contiguous() if scale is None else Fp8(w, scale, rest)
             total_TD, y_TN = run_linear_normed(rows, weight, settings, bias_N=bias)
             return total_TD.view(x.shape), y_TN.view(*x.shape[:-1], y_TN.shape[1])
     normed, total = add_rms_norm_any(x, branch, norm, eps=eps)

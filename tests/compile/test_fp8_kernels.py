@@ -63,7 +63,7 @@ def reads_fp8(launch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_default_settings_of_layers_fit(shape, target):
     misfits, names = [], set()
-    for tokens in (1, 2, 64, 2048, 16384):
+    for tokens in (1, 2, 8, 64, 2048, 16384):
         settings = rule_settings(shape, tokens, target, quantize=False)
         launches = layer_launches(shape, tokens, target, settings)
         assert len(launches) == (4 if settings.path == "split" else 2)  # x and h are split before
@@ -71,6 +71,16 @@ def test_default_settings_of_layers_fit(shape, target):
         names |= {launch.kernel.__name__ for launch in launches}
     assert misfits == []
     assert {"gate_up_slots", "down_token", "gate_up_sorted", "down_sorted"} <= names
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gate_up"),
+    [(1, (1, 2, 2048, 4, 1)), (2, (1, 8, 256, 2, 3)), (3, (1, 8, 512, 2, 3)), (8, (1, 8, 512, 2, 3))],
+)
+def test_few_tokens_take_what_was_fastest_in_chains_of_layers(tokens, gate_up):
+    settings = rule_settings("qwen3next", tokens, "sm_90")
+    assert (settings.path, settings.gate_up) == ("slots", Tile(*gate_up))
+    assert (settings.router, settings.down) == (Tile(0, 2, 2048, 2, 1), Tile(1, 4, 8192, 4, 1))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
