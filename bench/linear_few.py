@@ -22,8 +22,16 @@ from bench.fp8_kernels import CACHE_BYTES, DTYPE, SEED, compile_only, empty_fp8
 from bench.moe_shapes import capture, time_graph
 from bench.tune_layers import draw_fp8
 from fmoe.compile.kernels.fp8 import read_fp8
-from fmoe.compile.kernels.linear import LinearSettings, default_linear_settings, run_linear
+from fmoe.compile.kernels.linear import (
+    LinearSettings,
+    can_norm_linear,
+    default_linear_settings,
+    run_linear,
+    run_linear_normed,
+)
+from fmoe.compile.kernels.normed import Unnormed
 from fmoe.compile.kernels.split_rows import split_into_pairs
+from fmoe.functional.norm import rms_norm
 from fmoe.functional.quant import FP8, Fp8, dequantize
 
 SHAPES = {"in": (12288, 64, 2048), "attention": (9216, 0, 2048), "out": (2048, 0, 4096)}  # N, M, D
@@ -139,6 +147,20 @@ def worst_error(y_TN: torch.Tensor, exact_TN: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
+def check_normed(x_TD: torch.Tensor, w: Fp8, exact_ND: torch.Tensor, settings: LinearSettings) -> str:
+    """Hold the rule's projection with residual and norm in front to float64, and to itself; gives what to print."""
+    if not can_norm_linear(x_TD, w, settings):
+        return "no norm with it"
+    branch_TD, norm_D = torch.randn_like(x_TD), 1 + 0.1 * torch.randn_like(x_TD[0])
+    rows = Unnormed(x_TD, branch_TD, norm_D, 1e-6)
+    total_TD, y_TN = run_linear_normed(rows, w, settings)
+    normed_TD = rms_norm(total_TD, norm_D, eps=1e-6)
+    error = worst_error(y_TN, normed_TD.double() @ exact_ND.T)
+    right = torch.equal(total_TD, x_TD + branch_TD) and error <= WORST
+    alike = torch.equal(y_TN, run_linear_normed(rows, w, settings)[1])
+    return f"{'' if right and alike else 'WRONG '}with the norm in front: error {error:.1e}, repeated alike: {alike}"
+
+
 def measure(shape: str, tokens: int, found: list[LinearSettings], sets: list[Fp8], exact_ND: torch.Tensor) -> str:
     """Check and time the candidates, print each, and give a line of the table."""
     rows, rest, hidden = SHAPES[shape]
@@ -160,6 +182,7 @@ def measure(shape: str, tokens: int, found: list[LinearSettings], sets: list[Fp8
         graph = capture(lambda run=run, settings=settings: [run(w, settings) for w in sets])
         times[settings] = time_graph(graph, 9) / len(sets)
         print(f"{times[settings]:8.2f} {error:8.1e}  {describe(settings)}", flush=True)
+    print(f"  {check_normed(x_TD, sets[0], exact_ND, found[0])}", flush=True)
     library = capture(lambda: [F.linear(x_TD, read_fp8(w, DTYPE)) for w in sets])
     best = min(times, key=times.__getitem__)
     reading = (rows + 2 * rest) * hidden / GBPS / 1e3
