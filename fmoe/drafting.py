@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fmoe.compile.decode_choice import quantize_draft_head
 from fmoe.compile.select import Decision
 from fmoe.compile.step import DraftSteps, compile_draft_steps, finish_greedily
 from fmoe.functional.kernels import Kernels
@@ -103,7 +104,7 @@ def read_drafts(source: Source, embedding: Params, /) -> DraftParams:
             progress=source.progress,
         )
     [layer] = prepare_layout([embedding._replace(layers=(params.layer,))], source.decision).layers
-    return params._replace(layer=layer)
+    return params._replace(layer=layer, head_VD=quantize_draft_head(embedding.head_VD, source.decision.requested))
 
 
 def _build(family: Drafting, config: FamilyConfig, fill: Any) -> DraftParams:

@@ -22,6 +22,7 @@ from fmoe.functional.attention import Placement, see_all
 from fmoe.functional.cache import Cache, DeltaCache, PendingDelta
 from fmoe.functional.delta_drafts import pend_delta, select_pending, settle_delta_
 from fmoe.functional.norm import rms_norm
+from fmoe.functional.quant import Weight
 from fmoe.functional.sampling import mark_seen_, penalize_repetition, sample, sample_greedy, token_logprobs
 from fmoe.functional.speculate import mark_drafts, number_tokens, repeat_sampling
 
@@ -69,6 +70,8 @@ class SpeculativeBatch:
 
         self.caches = tuple(pend(cache) for cache in base.state.caches)
         single = replace(config, decoder=replace(decoder, layer_kinds=(head.kind,)))  # type: ignore[type-var]
+        own = head.params.head_VD if rows == 1 else None
+        self.draft_head_VD: Weight = self.params.head_VD if own is None else own
         slots = cache_slots(base.capacity)
         self.draft: State = model.architecture.init_state(single, rows, slots, dtype=model.dtype, device=model.device)
         ints = torch.zeros(2, rows, dtype=torch.int64, device=model.device)
@@ -323,7 +326,7 @@ class SpeculativeBatch:
         """Choose draft n from the draft layer's output behind the token before it; gives what the next one reads."""
         norm_D, head_VD = self.head.params.norm_D, self.params.head_VD
         if steps.choose is not None and self.base.choice.is_plain:
-            normed_B1D, drafts_B1, _ = steps.choose(last, norm_D, head_VD)
+            normed_B1D, drafts_B1, _ = steps.choose(last, norm_D, self.draft_head_VD)
             self.drafts_BN[:, n] = drafts_B1[:, 0]
         else:
             normed_B1D, logits_B1V = steps.head(last, norm_D, head_VD)

@@ -28,13 +28,14 @@ from .weights import Fill, matrix, plain
 
 
 class DraftParams(NamedTuple):
-    """The draft layer and what stands around it; embedding and head are the model's."""
+    """The draft layer and what stands around it; the embedding is the model's."""
 
     embed_norm_D: Tensor
     hidden_norm_D: Tensor
     w_join_DN: Weight  # [D, 2 D]: columns of the embedding, then of the hidden state
     layer: LayerParams
     norm_D: Tensor
+    head_VD: Weight | None = None  # by which a single row's drafts are chosen greedily; None is the model's
 
 
 class DraftNames(NamedTuple):
@@ -130,7 +131,7 @@ def norm_and_head(
 
 
 def norm_and_choose(
-    stream: Stream, norm_D: Tensor, head_VD: Tensor, /, *, eps: float, kernels: Kernels
+    stream: Stream, norm_D: Tensor, head_VD: Weight, /, *, eps: float, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, then ``Kernels.choose_tokens`` behind each token.
 

@@ -14,6 +14,7 @@ from fmoe.functional.delta_drafts import delta_verify
 from fmoe.functional.deltanet import DeltaConfig, DeltaParams
 from fmoe.functional.kernels import Kernels
 from fmoe.functional.norm import add_rms_norm
+from fmoe.functional.quant import BLOCK, Fp8, Weight, quantize_blocks
 from fmoe.functional.sampling import sample_greedy
 
 from .attend_few_ops import MOST_TOKENS, attend_few_lengths_op, attend_few_step_op_
@@ -21,7 +22,8 @@ from .attend_ops import attend_lengths_op, attend_step_op_
 from .chunk_ops import delta_prefill_kernels
 from .delta_ops import add_rms_norm_any, delta_decode_op, delta_verify_op
 from .delta_settings import why_not_verify
-from .head_ops import choose_tokens_op
+from .device import target_of
+from .head_ops import choose_token_quantized_op, choose_tokens_op
 from .normed_ops import add_normed_kernels
 from .probing import probe_triton
 
@@ -44,8 +46,7 @@ def add_decode_kernels(
     Returns:
         Kernels.
     """
-    unwanted = requested == "reference" or (device.type == "cpu" and requested != "triton")
-    if unwanted or dtype not in DTYPES or not probe_triton(device).can_run:
+    if not _runs_triton(device, dtype, requested):
         return kernels
     if not sinks:
         kernels = replace(
@@ -63,6 +64,24 @@ def add_decode_kernels(
         add_norm=add_norm_single,
         choose_tokens=choose_tokens_any,
     )
+
+
+def _runs_triton(device: torch.device, dtype: torch.dtype, requested: str) -> bool:
+    unwanted = requested == "reference" or (device.type == "cpu" and requested != "triton")
+    return not unwanted and dtype in DTYPES and probe_triton(device).can_run
+
+
+def quantize_draft_head(head_VD: Tensor, requested: str, /) -> Fp8 | None:
+    """Give the head in FP8 blocks for the choice of drafts, where a kernel reads it so: half the bytes, and a draft may
+    be any token. None where there is no such kernel.
+
+    Args:
+        head_VD: of the model.
+        requested: as in ``add_decode_kernels``.
+    """
+    device, dtype = head_VD.device, head_VD.dtype
+    takes = dtype == torch.bfloat16 and target_of(device) == "hopper" and head_VD.shape[1] % BLOCK == 0
+    return quantize_blocks(head_VD) if takes and _runs_triton(device, dtype, requested) else None
 
 
 def delta_verify_any(
@@ -98,8 +117,10 @@ def choose_draft_kernels(kernels: Kernels, /) -> Kernels:
     return replace(kernels, add_norm=add_norm_few, normed_tokens=MOST_TOKENS)
 
 
-def choose_tokens_any(x_BD: Tensor, head_VD: Tensor, /) -> tuple[Tensor, Tensor]:
-    """``choose_tokens_op``, and for more rows than it takes the same from logits."""
+def choose_tokens_any(x_BD: Tensor, head_VD: Weight, /) -> tuple[Tensor, Tensor]:
+    """``choose_tokens_op``, and for more rows than it takes the same from logits; in FP8 blocks for a single row."""
+    if isinstance(head_VD, Fp8):
+        return choose_token_quantized_op(x_BD, head_VD)
     if x_BD.shape[0] <= MOST_ROWS:
         return choose_tokens_op(x_BD, head_VD)
     logits_BV = F.linear(x_BD, head_VD).float()

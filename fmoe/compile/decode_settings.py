@@ -8,6 +8,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
+from fmoe.functional.quant import BLOCK
+
+from .linear_settings import PROCESSORS
 from .settings import Target
 
 # Programs that keep a large GPU busy; fewer leave part of the memory's rate unused.
@@ -64,6 +67,26 @@ class HeadSettings:
     def __post_init__(self) -> None:
         for name in ("rows", "depth"):
             _check_block(name, getattr(self, name), minimum=16 if self.dot else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedHeadSettings:
+    """What the launch function of a head in FP8 blocks leaves open.
+
+    rows: of the head, that a program multiplies at a time, whole, a power of two up to 128.
+    programs: that go through all of them.
+    pdl: as in AttendSettings.
+    """
+
+    rows: int
+    warps: int
+    programs: int
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        _check_block("rows", self.rows, minimum=1)
+        if self.rows > BLOCK or self.programs < 1:
+            raise ValueError(f"rows={self.rows} must be at most {BLOCK}, and programs={self.programs} at least 1")
 
 
 def _check_block(name: str, value: int, *, minimum: int = 16) -> None:
@@ -163,3 +186,16 @@ def default_head_settings(batch: int, dtype: torch.dtype, *, target: Target = "c
     if batch == 1:
         return HeadSettings(16, 128 if wide else 256, 4, stages, dot=False, pdl=pdl)
     return HeadSettings(64, 32 if wide else 128, 4, 1 if target == "hip" else stages, dot=True, pdl=pdl)
+
+
+def default_quantized_head_settings(hidden: int, *, target: Target = "cuda") -> QuantizedHeadSettings:
+    """Choose settings by rule: programs that fill an H200's multiprocessors, with as many values as they hold.
+
+    Args:
+        hidden: D.
+        target: as for ``default_attend_settings``; on Hopper four values share a register.
+    """
+    size = 1 << (hidden - 1).bit_length()
+    rows = min(max((32768 if target == "hopper" else 8192) // size, 1), 16)
+    deep = size > 4096
+    return QuantizedHeadSettings(rows, 8 if deep else 4, (2 if deep else 3) * PROCESSORS, pdl=target == "hopper")

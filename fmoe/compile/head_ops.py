@@ -9,16 +9,26 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .decode_settings import HeadSettings, decode_settings_to_ints, default_head_settings, head_settings_from_ints
+from fmoe.functional.quant import Fp8
+
+from .decode_settings import (
+    HeadSettings,
+    decode_settings_to_ints,
+    default_head_settings,
+    default_quantized_head_settings,
+    head_settings_from_ints,
+)
 from .device import target_of
 
 if find_spec("triton"):
     from .kernels.head import MOST_ROWS, choose_tokens
+    from .kernels.head_quantized import choose_token_quantized
 else:
     MOST_ROWS = 16
 
 LIBRARY = torch.library.Library("fmoe", "FRAGMENT")
 LIBRARY.define("head_greedy(Tensor x, Tensor head, int[] settings) -> (Tensor, Tensor)")
+LIBRARY.define("head_quantized(Tensor x, Tensor head, Tensor scale) -> (Tensor, Tensor)")
 LIBRARY.define("head_logits(Tensor x, Tensor head, int[] settings) -> (Tensor, Tensor, Tensor)")
 
 
@@ -50,9 +60,20 @@ def _head_logits_fake(x: Tensor, head: Tensor, settings: Sequence[int]) -> tuple
     return *_head_greedy_fake(x, head, settings), logits
 
 
+def _head_quantized(x: Tensor, head: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    settings = default_quantized_head_settings(x.shape[1], target=target_of(x.device))
+    return choose_token_quantized(x, Fp8(head, scale), settings)
+
+
+def _head_quantized_fake(x: Tensor, head: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return _head_greedy_fake(x, head, ())
+
+
 LIBRARY.impl("head_greedy", _head_greedy, "CompositeExplicitAutograd")
+LIBRARY.impl("head_quantized", _head_quantized, "CompositeExplicitAutograd")
 LIBRARY.impl("head_logits", _head_logits, "CompositeExplicitAutograd")
 torch.library.register_fake("fmoe::head_greedy", _head_greedy_fake, lib=LIBRARY)
+torch.library.register_fake("fmoe::head_quantized", _head_quantized_fake, lib=LIBRARY)
 torch.library.register_fake("fmoe::head_logits", _head_logits_fake, lib=LIBRARY)
 
 
@@ -83,6 +104,20 @@ def choose_tokens_op(
     """
     tokens_B, best_B = torch.ops.fmoe.head_greedy(x_BD, head_VD, _ints(x_BD, settings))
     return tokens_B, best_B
+
+
+def choose_token_quantized_op(x_1D: Tensor, head_VD: Fp8, /) -> tuple[Tensor, Tensor]:
+    """``choose_tokens_op`` for a single row, by a head in FP8 blocks that is read as it is.
+
+    Args:
+        x_1D: normed hidden state.
+        head_VD: output embedding, D whole blocks.
+
+    Returns:
+        As there.
+    """
+    tokens_1, best_1 = torch.ops.fmoe.head_quantized(x_1D, head_VD.w, head_VD.scale)
+    return tokens_1, best_1
 
 
 def compute_logits_op(

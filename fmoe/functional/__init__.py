@@ -66,6 +66,7 @@ from .quant import count_blocks as count_blocks
 from .quant import dequantize as dequantize
 from .quant import dequantize_mxfp4 as dequantize_mxfp4
 from .quant import linear as linear
+from .quant import quantize_blocks as quantize_blocks
 from .quant import quantize_rows as quantize_rows
 from .quant import read_experts as read_experts
 from .quant import read_weight as read_weight

@@ -36,7 +36,8 @@ class Kernels:
         newest token and its drafts, T tokens of each sequence; the lengths are those of the last of them, token t looks
         at T - 1 - t slots fewer. The last two are None where there are none, and then a mask is made.
     choose_tokens: each row's most probable token from the normed hidden states, ``(x [B, D], head [V, D]) -> (tokens
-        [B], best logits [B])``, the latter NaN or infinite where the row's logits are; None takes the logits.
+        [B], best logits [B])``, the latter NaN or infinite where the row's logits are; a single row's head may
+        be in FP8 blocks. None takes the logits.
     """
 
     route: Callable[..., Routing] = route_fused

@@ -5,8 +5,11 @@ import torch
 from torch.library import opcheck
 from triton.language.core import constexpr  # noqa: F401  (fails here, with a plain message, without Triton)
 
-from fmoe.compile.decode_settings import HeadSettings, decode_settings_to_ints
+from fmoe.compile.decode_choice import choose_tokens_any
+from fmoe.compile.decode_settings import HeadSettings, QuantizedHeadSettings, decode_settings_to_ints
 from fmoe.compile.head_ops import choose_tokens_op, compute_logits_op
+from fmoe.compile.kernels.head_quantized import choose_token_quantized
+from fmoe.functional.quant import dequantize, quantize_blocks
 from fmoe.functional.sampling import sample_greedy
 
 pytestmark = [
@@ -90,3 +93,38 @@ def test_the_ops_keep_their_schemas(batch, rng):
     x, head = torch.randn(batch, D, generator=rng), torch.randn(V, D, generator=rng)
     opcheck(torch.ops.fmoe.head_greedy.default, (x, head, decode_settings_to_ints(DOT)))
     opcheck(torch.ops.fmoe.head_logits.default, (x, head, decode_settings_to_ints(GEMV)))
+
+
+QUANTIZED = [QuantizedHeadSettings(8, 4, 3), QuantizedHeadSettings(16, 4, 99), QuantizedHeadSettings(1, 1, 1)]
+
+
+@pytest.mark.parametrize("settings", QUANTIZED, ids=str)
+@pytest.mark.parametrize("size", [1, 16, 17, 203])
+@pytest.mark.parametrize("hidden", [128, 384])
+def test_a_head_in_fp8_blocks_chooses_the_largest_of_its_own_logits(size, hidden, settings, rng):
+    x, head = torch.randn(1, hidden, generator=rng), quantize_blocks(torch.randn(size, hidden, generator=rng))
+    head.scale.mul_(torch.rand(head.scale.shape, generator=rng) + 0.5)
+
+    token, best = choose_token_quantized(x, head, settings)
+
+    logits = (x.double() @ dequantize(head, torch.float64).T)[0]
+    assert (token.dtype, best.dtype) == (torch.int64, torch.float32)
+    assert token.tolist() == [logits.argmax().item()]
+    torch.testing.assert_close(best.double(), logits.amax()[None], rtol=1e-5, atol=1e-5)
+
+
+def test_equal_logits_by_a_head_in_fp8_go_to_the_lowest_id(rng):
+    head = quantize_blocks(torch.ones(203, 128))
+    for settings in QUANTIZED:
+        assert choose_token_quantized(torch.ones(1, 128), head, settings)[0].tolist() == [0]
+    assert choose_token_quantized(torch.full((1, 128), torch.nan), head, QUANTIZED[0])[1].isnan().all()
+
+
+def test_a_head_in_fp8_is_taken_for_a_single_row(rng):
+    x, head = torch.randn(1, 256, generator=rng), quantize_blocks(torch.randn(203, 256, generator=rng))
+    expected = choose_tokens_op(x, dequantize(head, torch.float32))
+    assert torch.equal(choose_tokens_any(x, head)[0], expected[0])
+    checks = ("test_autograd_registration", "test_faketensor")  # the others compute with FP8, which torch cannot
+    opcheck(torch.ops.fmoe.head_quantized.default, (x, head.w, head.scale), test_utils=checks)
+    with pytest.raises(ValueError, match=r"x \[2, 256\] must be one row of the head's 256 columns"):
+        choose_tokens_any(x.repeat(2, 1), head)

@@ -10,8 +10,10 @@ import torch
 
 from fmoe.compile.decode_settings import (
     HeadSettings,
+    QuantizedHeadSettings,
     decode_settings_to_ints,
     default_head_settings,
+    default_quantized_head_settings,
     head_settings_from_ints,
 )
 
@@ -22,6 +24,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from fmoe.compile.head_ops import choose_tokens_op
 from fmoe.compile.kernels import offline
 from fmoe.compile.kernels.head import choose_tokens
+from fmoe.compile.kernels.head_quantized import choose_token_quantized
+from fmoe.functional.quant import quantize_blocks
 
 FILE = Path(__file__).with_name("head_interpreted.py")
 # V, D
@@ -54,6 +58,18 @@ def test_the_head_fits(shape, target):
     assert offline.find_misfits(launches, target) == []
 
 
+@pytest.mark.parametrize(("target", "dtype"), [("sm_90", torch.bfloat16), ("gfx950", torch.float16)], ids=str)
+@pytest.mark.parametrize("shape", [(151936, 2048), (129280, 7168), (1003, 256)], ids=str)
+def test_a_head_in_fp8_fits(shape, target, dtype):
+    settings = default_quantized_head_settings(shape[1], target="hopper" if target == "sm_90" else "hip")
+    x = torch.empty(1, shape[1], dtype=dtype, device="meta")
+    with offline.recorded_launches() as launches:
+        choose_token_quantized(x, quantize_blocks(torch.empty(shape, device="meta")), settings)
+
+    assert len(launches) == 2
+    assert offline.find_misfits(launches, target) == []
+
+
 def test_dependent_launch_compiles_and_is_never_named_when_off():
     for pdl in (False, True):
         with offline.recorded_launches() as launches:
@@ -75,6 +91,8 @@ def test_wrong_settings_and_shapes_are_refused():
         HeadSettings(8, 64, 4, 2, dot=True)
     with pytest.raises(ValueError, match="depth=48 must be a power of two of at least 1"):
         HeadSettings(8, 48, 4, 2, dot=False)
+    with pytest.raises(ValueError, match="rows=256 must be at most 128, and programs=0 at least 1"):
+        QuantizedHeadSettings(256, 4, 0)
     with pytest.raises(ValueError, match="7 integers came; settings of the head are 6"):
         head_settings_from_ints([1] * 7)
     for shape in ((17, 8), (0, 8), (1, 1, 8)):

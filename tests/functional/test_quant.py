@@ -28,7 +28,7 @@ from fmoe.functional import (
     weight_dtype,
     weight_shape,
 )
-from fmoe.functional.quant import quantize_rows
+from fmoe.functional.quant import quantize_blocks, quantize_rows
 
 SHAPES = [pytest.param(*s, id="N{}-D{}".format(*s)) for s in [(1, 1), (128, 256), (129, 127), (300, 140)]]
 FUNCTIONS = [compute_experts_grouped, compute_experts_loop, compute_experts_dense, compute_experts_per_slot]
@@ -180,3 +180,23 @@ def test_quantize_rows(dtype, compiled, rng):
     back = q.double().unflatten(-1, (2, 128)) * factors.double()[..., None]
     assert 0.02 < (back.flatten(-2) - x.double()).norm() / x.double().norm() < 0.03
     torch.testing.assert_close(factors.flatten()[1:].double(), x.double().abs().view(12, 128).amax(1)[1:] / 448)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (128, 256), (200, 130), (300, 384)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantize_blocks(rows, columns, dtype, rng):
+    w = (torch.randn(rows, columns, generator=rng) * torch.rand(rows, 1, generator=rng)).to(dtype)
+    w[:128, :128] *= 1e-3
+
+    fp8 = quantize_blocks(w)
+
+    assert (fp8.w.shape, fp8.w.dtype, fp8.w.is_contiguous()) == (w.shape, torch.float8_e4m3fn, True)
+    assert (fp8.scale.shape, fp8.scale.dtype) == ((-(-rows // 128), -(-columns // 128)), torch.float32)
+    for n, row in enumerate(fp8.scale.tolist()):
+        for d, factor in enumerate(row):
+            part = w[n * 128 : (n + 1) * 128, d * 128 : (d + 1) * 128].double()
+            assert factor == pytest.approx(part.abs().max().item() / 448, rel=1e-6)
+            q = fp8.w[n * 128 : (n + 1) * 128, d * 128 : (d + 1) * 128].double()
+            step = 2.0 ** (q.abs().log2().floor().clamp_min(-6) - 3)  # between neighbours, at most
+            assert ((q * factor - part).abs() <= 0.501 * step * factor).all()
+    assert torch.equal(dequantize(quantize_blocks(torch.zeros(3, 5)), torch.float32), torch.zeros(3, 5))

@@ -170,14 +170,16 @@ def delta_tokens(
             k, written, g, t + 1, stayed, o_p, n_k, values, first, inside_k, inside_v, R, G, H, K, V
         )
 
-    wait_for_previous(PDL)
-    # Threads may hold copies of one element: none stores before all have read what the last step left.
+    # Threads may hold copies of one element: none stores before all have read what the last step left. The settled
+    # state is this program's alone, and its stores would hold up the loads behind the wait.
     tl.debug_barrier()
     at = state + nothing + (b * H + h)[:, None, None] * (K * V) + in_state
     if EVEN:
         tl.store(at, s)
     else:
         tl.store(at, s, mask=inside_s)
+
+    wait_for_previous(PDL)
     x_p, x_v, z, bs, as_ = load_token(projected, 0, n_p, n_v, values, first, inside_p, inside_v, True, R, H, V, N)
     store_past(window, past_v, n_v, inside_v, W, N)
     if SHARED:

@@ -110,6 +110,10 @@ def delta_tokens_lanes(
     weight = tl.load(norm + in_head)
     rate = tl.load(decay + heads)
     bias = tl.load(dt_bias + heads)
+    # Threads may hold copies of one element: none stores before all have read what the last step left. The settled
+    # state is this program's alone, and its stores would hold up the loads behind the wait.
+    tl.debug_barrier()
+    tl.store(state + nothing + columns + channels * V, s)
 
     wait_for_previous(PDL)
     new_p = ()
@@ -122,9 +126,6 @@ def delta_tokens_lanes(
             new_p += (tl.load(projected + n * ROW + n_p, mask=inside, other=0.0),)
     x_v, z, b_in, a_in = load_values(projected, 0, n_v, values, heads, H, N, V, ROW)
 
-    # Threads may hold copies of one element: none stores before all have read what the last step left.
-    tl.debug_barrier()
-    tl.store(state + nothing + columns + channels * V, s)
     for w in tl.static_range(W - 1):
         tl.store(window + w * N + n_v, past_v[w])
         if SHARED:

@@ -32,7 +32,7 @@ def wait_for_previous(PDL: tl.constexpr):
     """Wait for the kernel before; then let the kernel after start, whose own wait covers this one.
 
     Before its own wait, that one may read what was written before this one: all of that is there by now. Nobody may
-    write before a wait.
+    write before a wait what another launch of a step reads or writes.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -25,6 +25,7 @@ from fmoe.functional.quant import BLOCK
 from .fp8 import SIDE, factors_at, load_factors
 
 FEW_TOKENS = 2  # that one program multiplies with rows of weights that it holds
+FOURS = tl.constexpr(4)  # of FP8 values that a lane loads at once
 ABREAST = tl.constexpr(4)  # parts of fours of FP8 that a warp reads at once, 16 bytes in each lane
 LOAD = tl.constexpr(128)  # bits that a lane loads at once
 PART = tl.constexpr(BLOCK)  # columns that have one expert, and of weights in FP8 blocks one factor
@@ -179,12 +180,27 @@ def pack_pairs(x, o_j, inside, inverse):
 
 @triton.jit
 def multiply_fours(a, x01, x23):
-    """Sum the products of four values of FP8, an int32 each, with four of float16, in float16 two by two."""
+    """Multiply four values of FP8, an int32 each, with four of float16: two sums of two products, float16, an int32."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; .reg .b32 p, q; .reg .f32 u, v; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 p, l; "
-        "cvt.rn.f16x2.e4m3x2 q, h; mul.rn.f16x2 p, p, $2; fma.rn.f16x2 p, q, $3, p; mov.b32 {l, h}, p; "
-        "cvt.f32.f16 u, l; cvt.f32.f16 v, h; add.f32 $0, u, v; }",
-        "=f,r,r,r", [a, x01, x23], dtype=tl.float32, is_pure=True, pack=1,
+        "{ .reg .b16 l, h; .reg .b32 p, q; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h; "
+        "mul.rn.f16x2 p, p, $2; fma.rn.f16x2 $0, q, $3, p; }",
+        "=r,r,r,r", [a, x01, x23], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_twos(a, b):
+    """Add two times two values of float16, an int32 each."""
+    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sum_twos(a):
+    """Add the two values of float16 in an int32, in float32."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; .reg .f32 u, v; mov.b32 {l, h}, $1; cvt.f32.f16 u, l; cvt.f32.f16 v, h; "
+        "add.f32 $0, u, v; }",
+        "=f,r", [a], dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -261,7 +277,9 @@ def sum_rows(a, x0, x1, factor, top, PACKED: tl.constexpr):
     ``factor`` is of each part, [P], or None; packed, [J, G].
     """
     if PACKED:
-        v = multiply_fours(a, x0[:, None, :, :], x1[:, None, :, :]) * factor[:, None, :, None]
+        v = multiply_fours(a, x0[:, None, :, :], x1[:, None, :, :])
+        v = tl.reduce(tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2], v.shape[3] // FOURS, FOURS)), 4, add_twos)
+        v = sum_twos(v) * factor[:, None, :, None]
         return tl.sum(tl.sum(tl.sum(v, 2), 2), 0) * top
     else:
         v = tl.sum(a.to(tl.float32) * group_loads(x0, a.shape[3]), 3)
