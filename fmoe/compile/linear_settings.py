@@ -126,8 +126,10 @@ def _by_vectors(tokens: int, outputs: int, hidden: int, *, pdl: bool) -> LinearS
     """Choose for few tokens: inside a chain of layers on an H200, a kernel starting before the one in front is over."""
     depth = max(128, _round_up(hidden))
     if outputs >= 8 * PROGRAMS and hidden <= 2048:
-        rows = 16 if tokens == 1 or outputs >= MANY_OUTPUTS else 8
-        return LinearSettings(rows, depth, 4, 1, 1, dot=False, pdl=pdl, programs=(3 if tokens == 1 else 2) * PROCESSORS)
+        if tokens == 1:
+            return LinearSettings(16, depth, 4, 1, 1, dot=False, pdl=pdl, programs=3 * PROCESSORS)
+        programs = 4 * PROCESSORS if outputs >= MANY_OUTPUTS else 3 * (PROCESSORS - 4)
+        return LinearSettings(8, depth, 4, 1, 1, dot=False, pdl=pdl, programs=programs)
     if outputs >= 8 * PROGRAMS:
         return LinearSettings(16, 256, 4, 4, 1, dot=False, pdl=pdl)
     if hidden <= 4096:
@@ -138,7 +140,7 @@ def _by_vectors(tokens: int, outputs: int, hidden: int, *, pdl: bool) -> LinearS
 def _few_tokens(tokens: int, outputs: int) -> LinearSettings:
     """Choose for 3 to 64 tokens on Hopper: the fastest for Qwen3-Next's projections on an H200."""
     if outputs >= MANY_OUTPUTS:
-        stages, splits = 4, 2 if tokens <= 16 else 1
+        stages, splits = 4, 1
     elif outputs >= 8 * PROGRAMS:
         stages, splits = 6 if tokens <= 32 else 4, 1
     else:

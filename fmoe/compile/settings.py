@@ -264,7 +264,7 @@ def _at_once(settings: Settings, tokens: int, hidden: int, width: int, *, column
     """Take rows of weights in FP8 blocks whole, where chains of layers of Qwen3-Next ran fastest so on an H200."""
     if target == "hopper" and hidden <= 2048:
         whole = max(128, _round_up(hidden))
-        gate_up = Tile(1, 2, whole, 4, 1) if tokens == 1 else Tile(1, 8, 256 if tokens == 2 else 512, 2, 3)
+        gate_up = Tile(1, 8, 256, 2, 3) if tokens == 2 else Tile(1, 8, 512, 4 if tokens == 1 else 2, 3)
         settings = replace(settings, router=Tile(0, 2, whole, 2, 1), gate_up=gate_up)
     if width % 128 == 0 and columns <= 8192:
         settings = replace(settings, down=Tile(1, 4 if target == "hopper" else 2, _round_up(columns), 4, 1))
