@@ -261,7 +261,7 @@ def _split(settings: Settings) -> Settings:
 
 
 def _at_once(settings: Settings, tokens: int, hidden: int, width: int, *, columns: int, target: Target) -> Settings:
-    """Take rows of weights in FP8 blocks whole, where chains of layers of Qwen3-Next ran fastest so on an H200."""
+    """Take blocks of weights in FP8 blocks, rows of down whole, with which Qwen3-Next ran fastest on an H200."""
     if target == "hopper" and hidden <= 2048:
         whole = max(128, _round_up(hidden))
         gate_up = Tile(1, 8, 256, 2, 3) if tokens == 2 else Tile(1, 8, 512, 4 if tokens == 1 else 2, 3)

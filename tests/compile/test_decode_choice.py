@@ -15,6 +15,7 @@ from fmoe.compile.decode_choice import (
     choose_draft_kernels,
     choose_tokens_any,
     delta_verify_any,
+    quantize_draft_head,
 )
 from fmoe.compile.decode_settings import default_attend_settings, default_head_settings
 from fmoe.compile.delta_settings import default_delta_settings
@@ -23,7 +24,7 @@ from fmoe.compile.linear_settings import default_linear_settings
 from fmoe.compile.normed_ops import compute_moe_normed_op, linear_normed_planned
 from fmoe.compile.ops import compute_moe_op
 from fmoe.compile.settings import default_settings
-from fmoe.functional import DeltaCache, DeltaConfig, Kernels, add_rms_norm, attend, pend_delta
+from fmoe.functional import DeltaCache, DeltaConfig, Kernels, add_rms_norm, attend, dequantize, pend_delta
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FIELDS = (
@@ -172,3 +173,28 @@ def test_drafts_that_the_kernel_does_not_take_stay_with_the_reference(tokens, dt
     found = delta_verify_any(torch.zeros(1, tokens, 96), cache, None, config, torch.tensor([0]))
 
     assert found == ("op" if called else "reference")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "target", "requested", "quantised"),
+    [
+        (torch.bfloat16, 256, "hopper", "auto", True),
+        (torch.bfloat16, 256, "hopper", "aiter", True),
+        (torch.bfloat16, 256, "hopper", "reference", False),
+        (torch.bfloat16, 256, "cuda", "auto", False),
+        (torch.float32, 256, "hopper", "auto", False),
+        (torch.bfloat16, 200, "hopper", "auto", False),
+    ],
+)
+def test_a_head_for_drafts_is_quantised_where_a_kernel_reads_it(
+    dtype, hidden, target, requested, quantised, with_triton, monkeypatch
+):
+    monkeypatch.setattr(decode_choice, "target_of", lambda device: target)
+    monkeypatch.setattr(decode_choice, "_runs_triton", lambda device, dtype, requested: requested != "reference")
+    head = torch.ones(300, hidden, dtype=dtype)
+
+    found = quantize_draft_head(head, requested)
+
+    assert (found is not None) == quantised
+    if found is not None:
+        assert torch.equal(dequantize(found, torch.bfloat16), head)

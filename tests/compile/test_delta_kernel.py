@@ -103,6 +103,12 @@ def test_other_dtypes_and_dependent_launch_fit():
     assert find_misfits(launches, "sm_90") == []
 
 
+@pytest.mark.parametrize(("batch", "lanes"), [(1, 4), (8, 4), (9, 0)])
+def test_up_to_eight_sequences_sum_within_warps(batch, lanes):
+    assert default_delta_settings(QWEN, batch, target="hopper").key_lanes == lanes
+    assert default_delta_settings(QWEN, batch, target="cuda").key_lanes == 0
+
+
 def test_dependent_launch_is_never_named_when_off():
     assert "launch_pdl" not in launches_of(QWEN, default_delta_settings(QWEN, 1))[0].options
 

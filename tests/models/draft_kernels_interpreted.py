@@ -11,6 +11,7 @@ from fmoe.compile.decode_choice import add_decode_kernels, choose_draft_kernels
 from fmoe.compile.select import choose
 from fmoe.compile.step import compile_draft_steps, compile_steps
 from fmoe.drafting import bind_head
+from fmoe.functional.quant import dequantize, quantize_blocks
 
 from ..forced_drafts import force_drafts
 from .decode_families import load_random
@@ -72,3 +73,27 @@ def test_drafts_verified_by_kernels_give_what_the_references_give(name, forced, 
     assert all(row.drafted > 0 for row in found)
     if forced:
         assert [row.accepted for row in found] == [2, 2]
+
+
+def test_a_rows_drafts_are_chosen_by_a_head_in_fp8_blocks_and_several_rows_by_the_models(tmp_path, monkeypatch):
+    chosen = []
+
+    def choose(x_1D, head_VD):
+        logits_1V = x_1D @ dequantize(head_VD, x_1D.dtype).T
+        chosen.append(logits_1V.argmax(-1))
+        return chosen[-1], logits_1V.amax(-1)
+
+    monkeypatch.setattr("fmoe.drafting.quantize_draft_head", lambda head_VD, requested: quantize_blocks(head_VD))
+    monkeypatch.setattr("fmoe.compile.decode_choice.choose_token_quantized_op", choose)
+    options = {"max_new_tokens": 5, "ignore_eos": True}
+    expected = fmoe.generate(load_random(tmp_path, "glm4_moe", kernels="reference"), PROMPTS, **options)
+    model = decode_only(load_random(tmp_path, "glm4_moe", kernels="triton"), False)
+
+    assert model.drafts.get().params.head_VD is not None
+    together = fmoe.generate(model, PROMPTS, speculate=1, **options)
+    assert not chosen
+    (alone,) = fmoe.generate(model, PROMPTS[:1], speculate=1, **options)
+
+    assert len(chosen) >= alone.drafted > 0
+    assert [row.token_ids for row in together] == [row.token_ids for row in expected]
+    assert alone.token_ids == expected[0].token_ids
